@@ -1,0 +1,45 @@
+# Everything a newcomer runs. `make demo` and `make test` set up the environment by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+
+.PHONY: demo test test-all lint bench gpu-evidence docs tiny clean
+
+# torch comes first and alone: with it in place nothing later asks for another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/heart demo --out heart-demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests -m "not slow"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/predict.py
+
+gpu-evidence: $(STAMP)
+	$(BIN)/python benchmarks/gpu_evidence.py --write docs/gpu-evidence.md
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+tiny: $(STAMP)
+	$(BIN)/python -m tools.train_tiny
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info

@@ -1,0 +1,48 @@
+"""HEART: faster video diffusion without retraining. This file holds the public names and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it. Loaded on first use, so that `import heart_attention` stays quick.
+_PUBLIC = {
+    "enable": "api",
+    "enabled": "api",
+    "disable": "api",
+    "stats": "api",
+    "record": "api",
+    "attention": "api",
+    "HeartConfig": "config",
+    "PRESETS": "config",
+    "XAttention": "backbones",
+    "SVG2": "backbones",
+    "BlockMask": "masks",
+    "ClusterMask": "masks",
+    "Text": "masks",
+    "TMR": "reuse",
+    "Interval": "reuse",
+    "Warmup": "reuse",
+    "Always": "reuse",
+    "Calibration": "calibration.file",
+    "HeartError": "errors",
+}
+_MODULES = ("kernels", "calibration", "metrics", "studies", "report", "tiny", "backbones", "models")
+
+__all__ = ["__version__", *_PUBLIC, "kernels"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__) | set(_MODULES))
