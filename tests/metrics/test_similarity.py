@@ -1,0 +1,63 @@
+"""PSNR and SSIM against scikit-image, and their laws."""
+
+import numpy as np
+import pytest
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+from heart_attention import HeartError, metrics
+
+
+@pytest.fixture
+def pair():
+    random = np.random.default_rng(0)
+    smooth = np.cumsum(random.normal(size=(3, 24, 33, 3)), axis=2)
+    video = ((smooth - smooth.min()) / np.ptp(smooth) * 255).astype(np.uint8)
+    noisy = np.clip(video + random.normal(scale=12, size=video.shape), 0, 255).astype(np.uint8)
+    return noisy, video
+
+
+def test_psnr_equals_scikit_image(pair):
+    expected = np.mean([peak_signal_noise_ratio(b, a) for a, b in zip(*pair)])
+    assert metrics.psnr(*pair) == pytest.approx(expected, abs=1e-9)
+    assert metrics.psnr_pooled(*pair) == pytest.approx(peak_signal_noise_ratio(pair[1], pair[0]), abs=1e-9)
+
+
+@pytest.mark.parametrize("function, options", [
+    (metrics.ssim, {"gaussian_weights": True, "sigma": 1.5}),
+    (metrics.ssim_box, {"win_size": 11}),
+])  # fmt: skip
+def test_ssim_equals_scikit_image(pair, function, options):
+    options |= {"use_sample_covariance": False, "data_range": 255, "channel_axis": 2}
+    expected = np.mean([structural_similarity(a, b, **options) for a, b in zip(*pair)])
+    assert function(*pair) == pytest.approx(expected, abs=1e-9)
+
+
+def test_identical_videos_are_perfect(pair):
+    video = pair[0]
+    assert metrics.compare(video, video, ("psnr", "psnr_pooled", "ssim", "ssim_box")) == {
+        "psnr": 100.0, "psnr_pooled": 100.0, "ssim": pytest.approx(1.0), "ssim_box": pytest.approx(1.0),
+    }  # fmt: skip
+
+
+def test_every_metric_names_its_convention():
+    assert {"psnr", "ssim", "ssim_box", "lpips_alex", "lpips_vgg", "lpips_vgg01", "vmaf"} <= set(metrics.CONVENTIONS)
+
+
+@pytest.mark.parametrize("video, sentence", [
+    (np.zeros((2, 24, 33, 3), np.uint8), "cannot be compared"),
+    (np.zeros((3, 24, 33, 3), np.float32), "uint8"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(pair, video, sentence):
+    with pytest.raises(HeartError, match=sentence):
+        metrics.psnr(video, pair[1])
+
+
+def test_unknown_metric_lists_the_known(pair):
+    with pytest.raises(HeartError, match="unknown metric 'fid'.*psnr"):
+        metrics.compare(*pair, ("fid",))
+
+
+def test_tiny_frames_are_refused_by_ssim():
+    video = np.zeros((1, 8, 8, 3), np.uint8)
+    with pytest.raises(HeartError, match="at least 11×11"):
+        metrics.ssim(video, video)

@@ -1,0 +1,46 @@
+"""Videos survive the disk; VMAF orders distortions as it should."""
+
+import numpy as np
+import pytest
+
+from heart_attention import HeartError, video
+from heart_attention.metrics.vmaf import vmaf
+
+
+def clip(noise: float) -> np.ndarray:
+    random = np.random.default_rng(1)
+    y, x = np.mgrid[0:64, 0:96]
+    frames = [
+        128 + 80 * np.sin((x + 3 * t) / 6.0)[..., None] * np.cos(y / 9.0)[..., None] * np.ones(3) for t in range(5)
+    ]
+    frames = np.stack(frames) + random.normal(scale=noise, size=(5, 64, 96, 3))
+    return np.clip(frames, 0, 255).astype(np.uint8)
+
+
+def test_lossless_is_bit_exact(tmp_path):
+    frames = np.random.default_rng(0).integers(0, 256, (4, 33, 47, 3), dtype=np.uint8)  # odd sizes too
+    assert (video.read(video.write_lossless(tmp_path / "a.mkv", frames)) == frames).all()
+
+
+def test_mp4_is_close_and_has_every_frame(tmp_path):
+    frames = clip(0)
+    back = video.read(video.write_mp4(tmp_path / "a.mp4", frames))
+    assert back.shape == frames.shape
+    assert np.abs(back.astype(int) - frames).mean() < 4
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_vmaf_falls_with_noise():
+    scores = [vmaf(clip(noise), clip(0)) for noise in (0, 8, 40)]
+    assert scores[0] > 90 and scores[0] > scores[1] > scores[2]
+
+
+def test_float_frames_and_bad_files(tmp_path):
+    assert video.to_uint8(np.full((1, 2, 4, 4, 3), 0.5))[0, 0, 0, 0] == 128
+    with pytest.raises(HeartError, match=r"\[T, H, W, 3\]"):
+        video.to_uint8(np.zeros((2, 4, 4)))
+    with pytest.raises(HeartError, match="there is no video"):
+        video.read(tmp_path / "none.mp4")
+    (tmp_path / "bad.mp4").write_bytes(b"not a video")
+    with pytest.raises(HeartError, match="cannot be read|holds no frames"):
+        video.read(tmp_path / "bad.mp4")
