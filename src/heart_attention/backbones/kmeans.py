@@ -1,0 +1,67 @@
+"""Lloyd's k-means of one head's tokens, Euclidean: the definition in plain PyTorch, chunked over tokens.
+
+`lloyd` runs the C step where it was built (kernels/predict.py) and the PyTorch step everywhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-4  # a head stops once no centroid moves further than this
+CHUNK_FLOATS = 4 << 20  # entries of a distance matrix that exist at once
+
+
+class Clusters(NamedTuple):
+    """Result of clustering one head."""
+
+    labels: Tensor  # int64 [N]
+    centroids: Tensor  # fp32 [C, D]
+    sizes: Tensor  # int64 [C]
+    iterations: int
+
+
+def assign(x: Tensor, centroids: Tensor) -> Tensor:
+    """The nearest centroid of each token, ties to the lowest index: x [N, D], [C, D] -> int64 [N].
+
+    ‖x‖² is the same for all centroids and left out.
+    """
+    norms = centroids.square().sum(-1)  # [C]
+    labels = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+    step = max(1, CHUNK_FLOATS // centroids.shape[0])
+    for start in range(0, x.shape[0], step):
+        part = x[start : start + step]
+        labels[start : start + step] = torch.addmm(norms, part, centroids.T, alpha=-2).argmin(-1)
+    return labels
+
+
+def means(x: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cluster means and sizes; an empty cluster keeps its centroid."""
+    sizes = torch.bincount(labels, minlength=centroids.shape[0])  # [C]
+    sums = torch.zeros_like(centroids).index_add_(0, labels, x)
+    found = sums / sizes.clamp(min=1).unsqueeze(-1)
+    return torch.where(sizes.unsqueeze(-1) > 0, found, centroids), sizes
+
+
+def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
+    """k-means of x [N, D] from centroids [C, D], at most `iters` iterations, in fp32."""
+    x, centroids = x.float().contiguous(), init.float()
+    for iteration in range(1, iters + 1):
+        labels = assign(x, centroids)
+        moved, sizes = means(x, labels, centroids)
+        shift = (moved - centroids).norm(dim=-1).amax()
+        centroids = moved
+        if shift < TOLERANCE:
+            break
+    return Clusters(labels, centroids, sizes, iteration)
+
+
+def random_tokens(n: int, count: int, *key: object) -> Tensor:
+    """`count` token numbers below n, with replacement, from a private generator seeded by `key`; int64."""
+    text = "/".join(map(str, key))
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(n, (count,), generator=generator)

@@ -1,0 +1,221 @@
+"""SVG2 (Sparse VideoGen 2): k-means of queries and of keys, a map between clusters chosen by top-p.
+
+Everything is done head by head in fp32. A head's clusters depend only on its own tokens, its stored centroids
+and a private generator keyed by (seed, layer, head, branch): a subset of heads gives what the whole gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import HeartError
+from ..masks import ClusterMask, Text, top_p
+from .base import Key, Settings, Thresholds, check_positive, check_qk, read_heads, read_text, read_thresholds
+from .kmeans import Clusters, lloyd, random_tokens
+
+REFERENCE_TOKENS = 32760  # Wan2.1 at 480p, 81 frames: the size that the default cluster counts are meant for
+
+
+class ClusterState:
+    """Centroids of one (layer, branch) from the last refresh: the warm start of the next."""
+
+    def __init__(self) -> None:
+        self.centroids: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (item, head) -> [Cq, D], [Ck, D]
+
+    def clear(self) -> None:
+        """Forget everything: the next prediction starts from random tokens."""
+        self.centroids.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.numel() * t.element_size() for pair in self.centroids.values() for t in pair)
+
+
+@dataclass(frozen=True)
+class SVG2(Settings):
+    """The SVG2 predictor.
+
+    Args:
+        q_clusters, k_clusters: clusters of queries and of keys, per head.
+        min_ratio: at least this share of key clusters is kept for every query cluster.
+        init_iters: k-means iterations from random tokens, when there is no earlier clustering.
+        step_iters: iterations from the stored centroids.
+        seed: of the private generator that draws the random tokens.
+    """
+
+    q_clusters: int = 300
+    k_clusters: int = 1000
+    min_ratio: float = 0.10
+    init_iters: int = 50
+    step_iters: int = 2
+    seed: int = 0
+
+    name: ClassVar[str] = "svg2"
+    default_threshold: ClassVar[float] = 0.9
+
+    def __post_init__(self) -> None:
+        check_positive("SVG2", q_clusters=self.q_clusters, k_clusters=self.k_clusters)
+        check_positive("SVG2", init_iters=self.init_iters, step_iters=self.step_iters)
+        if not 0 <= self.min_ratio <= 1:
+            raise HeartError(f"SVG2 got min_ratio={self.min_ratio}: give a share of the key clusters from 0 to 1")
+        if max(self.q_clusters, self.k_clusters) > torch.iinfo(torch.int16).max - 2:
+            raise HeartError(
+                f"SVG2 got {max(self.q_clusters, self.k_clusters)} clusters: labels are 16-bit, "
+                f"give at most {torch.iinfo(torch.int16).max - 2}"
+            )
+
+    def new_state(self) -> ClusterState:
+        """An empty store of centroids."""
+        return ClusterState()
+
+    def scaled_to(self, n_tokens: int) -> SVG2:
+        """A copy with fewer clusters for a sequence shorter than the one the counts are meant for."""
+        share = min(1.0, n_tokens / REFERENCE_TOKENS)
+        counts = (max(1, round(c * share)) for c in (self.q_clusters, self.k_clusters))
+        q_clusters, k_clusters = (min(c, max(1, n_tokens)) for c in counts)
+        return replace(self, q_clusters=q_clusters, k_clusters=k_clusters)
+
+    def predict(
+        self,
+        q: Tensor,
+        k: Tensor,
+        thresholds: Thresholds,
+        state: ClusterState | None = None,
+        text: Text | None = None,
+        *,
+        order: Tensor | None = None,
+        heads: Sequence[int] | Tensor | None = None,
+        key: Key | None = None,
+    ) -> ClusterMask:
+        """The cluster pairs to compute (see `Backbone.predict`); clusters have no use for a token `order`.
+
+        With text, video is clustered alone and two clusters are added: the prompt, linked with all video and
+        itself, and the unused slots, linked only with themselves.
+        """
+        check_qk(q, k)
+        batch, n_heads, n, _ = q.shape
+        tau = read_thresholds(thresholds, batch, n_heads)
+        names = read_heads(heads, n_heads)
+        text = read_text(text, n)
+        if text is not None and k.shape[2] != n:
+            raise HeartError(f"joint text needs as many keys as queries, not {k.shape[2]} and {n}")
+        layer, branch, first = key if key is not None else (0, "", 0)
+        extra = 0 if text is None else 2
+        mask = self._empty(batch, n_heads, n, k.shape[2], extra, q.device)
+        for b in range(batch):
+            for h in range(n_heads):
+                place = (first + b, names[h])
+                pair = self._cluster_pair(q[b, h], k[b, h], text, state, place, (layer, names[h], branch))
+                self._fill(mask, b, h, pair, float(tau[b, h]), text)
+        return mask
+
+    def cluster(self, x: Tensor, init: Tensor, iters: int) -> tuple[Tensor, Tensor, Tensor]:
+        """k-means of x [B, H, N, D] from centroids `init` [B, H, C, D].
+
+        Returns labels int16 [B, H, N], centroids fp32 [B, H, C, D] and sizes int64 [B, H, C].
+        """
+        if x.dim() != 4 or init.dim() != 4 or x.shape[:2] != init.shape[:2] or x.shape[3] != init.shape[3]:
+            raise HeartError(
+                f"tokens of shape {tuple(x.shape)} and centroids of shape {tuple(init.shape)} do not "
+                "match: give [B, H, N, D] and [B, H, C, D]"
+            )
+        check_positive("k-means", iters=iters)
+        self._check_counts(x.shape[2], init.shape[2])
+        batch, heads = x.shape[:2]
+        found = [lloyd(x[b, h], init[b, h], iters) for b in range(batch) for h in range(heads)]
+        parts = zip(*(c[:3] for c in found))
+        labels, centroids, sizes = (torch.stack(part).unflatten(0, (batch, heads)) for part in parts)
+        return labels.to(torch.int16), centroids, sizes
+
+    def map(self, q_centroids: Tensor, k_centroids: Tensor, k_sizes: Tensor, thresholds: Thresholds) -> Tensor:
+        """Which key clusters each query cluster attends to: [B, H, Cq, D], [B, H, Ck, D], [B, H, Ck] -> bool."""
+        if q_centroids.dim() != 4 or k_centroids.dim() != 4 or k_centroids.shape[:3] != k_sizes.shape:
+            raise HeartError(
+                f"centroids of shapes {tuple(q_centroids.shape)}, {tuple(k_centroids.shape)} and sizes of "
+                f"shape {tuple(k_sizes.shape)} do not match: give [B, H, Cq, D], [B, H, Ck, D] and "
+                "[B, H, Ck]"
+            )
+        check_qk(q_centroids, k_centroids)
+        batch, heads = q_centroids.shape[:2]
+        tau = read_thresholds(thresholds, batch, heads)
+        maps = [
+            self._map_head(q_centroids[b, h], k_centroids[b, h], k_sizes[b, h], float(tau[b, h]))
+            for b in range(batch)
+            for h in range(heads)
+        ]
+        return torch.stack(maps).unflatten(0, (batch, heads))
+
+    def _map_head(self, q_centroids: Tensor, k_centroids: Tensor, k_sizes: Tensor, tau: float) -> Tensor:
+        """The map of one head, bool [Cq, Ck]; an empty cluster has log 0 = −inf and so no mass."""
+        if tau >= 1:
+            return torch.ones(len(q_centroids), len(k_centroids), dtype=torch.bool, device=q_centroids.device)
+        logits = q_centroids.float() @ k_centroids.float().T / math.sqrt(q_centroids.shape[-1])
+        mass = torch.softmax(logits + k_sizes.float().log(), dim=-1)
+        at_least = max(1, int(self.min_ratio * len(k_centroids)))
+        return top_p(mass, tau, strict=False, total=1.0, at_least=at_least)
+
+    def _cluster_pair(
+        self, q: Tensor, k: Tensor, text: Text | None, state: ClusterState | None, place: tuple, key: tuple
+    ) -> tuple[Clusters, Clusters]:
+        """Clusters of the video tokens of one head's queries and keys; remembers the centroids."""
+        if text is not None:
+            video = text.video_index(q.shape[0], q.device)
+            q, k = q.index_select(0, video), k.index_select(0, video)
+        known = state.centroids.get(place, (None, None)) if state is not None else (None, None)
+        pair = (
+            self._cluster_head(q, self.q_clusters, known[0], (*key, "q")),
+            self._cluster_head(k, self.k_clusters, known[1], (*key, "k")),
+        )
+        if state is not None:
+            state.centroids[place] = (pair[0].centroids, pair[1].centroids)
+        return pair
+
+    def _cluster_head(self, x: Tensor, count: int, known: Tensor | None, key: tuple) -> Clusters:
+        """k-means of one head's tokens [N, D], from `known` centroids or from random tokens."""
+        if known is not None and known.shape == (count, x.shape[1]):
+            return lloyd(x, known.to(x.device), self.step_iters)
+        self._check_counts(x.shape[0], count)
+        chosen = random_tokens(x.shape[0], count, self.seed, *key).to(x.device)
+        return lloyd(x, x.index_select(0, chosen), self.init_iters)
+
+    def _check_counts(self, tokens: int, clusters: int) -> None:
+        if clusters > tokens:
+            raise HeartError(
+                f"{clusters} clusters for {tokens} tokens: give at most one a token "
+                f"(SVG2(...).scaled_to({tokens}) suits the sequence)"
+            )
+
+    def _empty(self, batch: int, heads: int, n_q: int, n_k: int, extra: int, device: Any) -> ClusterMask:
+        """A mask to be filled in."""
+        shape = (batch, heads, self.q_clusters + extra, self.k_clusters + extra)
+        labels = [torch.empty(batch, heads, n, dtype=torch.int16, device=device) for n in (n_q, n_k)]
+        return ClusterMask(torch.ones(shape, dtype=torch.bool, device=device), *labels)
+
+    def _fill(
+        self, mask: ClusterMask, b: int, h: int, pair: tuple[Clusters, Clusters], tau: float, text: Text | None
+    ) -> None:
+        """Write one head into the mask."""
+        rows, cols = self.q_clusters, self.k_clusters
+        video = self._map_head(pair[0].centroids, pair[1].centroids, pair[1].sizes, tau)
+        mask.map[b, h, :rows, :cols] = video
+        for labels, clusters, count in ((mask.q_labels, pair[0], rows), (mask.k_labels, pair[1], cols)):
+            labels[b, h] = _with_text(clusters.labels, count, text, labels.shape[-1])
+        if text is not None:  # the prompt's row and column stay ones
+            mask.map[b, h, rows + 1, : cols + 1] = False
+            mask.map[b, h, : rows + 1, cols + 1] = False
+
+
+def _with_text(labels: Tensor, count: int, text: Text | None, n: int) -> Tensor:
+    """Video labels spread over all n tokens, the prompt as cluster `count`, unused slots as `count` + 1."""
+    if text is None:
+        return labels
+    prompt = labels.new_full((text.prompt,), count)
+    unused = labels.new_full((text.unused,), count + 1)
+    return torch.cat([labels[: text.start], prompt, unused, labels[text.start :]])
