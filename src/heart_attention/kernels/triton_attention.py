@@ -1,0 +1,237 @@
+"""Kernel `triton`: block-sparse and variable-block attention on NVIDIA and AMD GPUs, driven by the shared plan.
+
+Both mask kinds become one list of work, longest first: a tile of a query row and where its kept keys are listed.
+Block masks list key blocks straight from the plan. Clusters list runs of at most 16 neighbouring keys, packed one
+to an int32: a tile of 64 keys is filled from four of them, so small clusters waste little. Token order and cluster
+permutations are gathered inside the kernel: q, k, v are never copied, whatever their strides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import HeartError
+from .plan import Plan, make_plan
+
+RUN = 16  # keys in one packed run; a power of two, at most 31
+RUN_BITS = 5  # as in triton_code
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_SIZE_LIMIT = 256
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and launch figures of one attention kernel."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def interpreted() -> bool:
+    """True when Triton runs kernels in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache(maxsize=1)
+def installed() -> bool:
+    """True when Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def target_of(device: torch.device) -> str:
+    """What configurations are chosen by: "sm_80", "sm_90", …, "gfx942", … or "interpreter"."""
+    if device.type != "cuda":
+        return "interpreter"
+    return _target(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache(maxsize=16)
+def _target(index: int) -> str:
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def config_for(target: str, d_pad: int, itemsize: int, block_m: int, kind: str) -> Config:
+    """Launch figures that compile without spills and within shared memory (docs/gpu-evidence.md has the table)."""
+    block_m = max(16, min(128, block_m))
+    if itemsize == 4 or d_pad > 128:  # fp32 and wide heads: no tensor-core tile of this size fits a register file
+        return Config(min(block_m, 64), 32 if d_pad <= 128 else 16, 8 if block_m >= 64 else 4, 1)
+    if block_m < 64:
+        return Config(block_m, 64, 4, 2)
+    if block_m < 128:
+        return Config(block_m, 64, 4, 2)
+    return Config(128, 64, 8, 2)
+
+
+def precision_for(dtype: torch.dtype) -> str:
+    """fp32 is the definition, so it is multiplied in full; the setting means nothing for other types."""
+    return "ieee"
+
+
+class Triton:
+    """Kernel `triton`."""
+
+    name = "triton"
+
+    def reasons_not(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
+        """Why it cannot serve; empty if it can."""
+        reasons = []
+        if not installed():
+            reasons.append("triton is not installed: pip install 'heart-attention[gpu]'")
+        if interpreted():
+            reasons += [] if q is None else _reasons_input(q)
+            return reasons
+        if not torch.cuda.is_available():
+            reasons.append("no CUDA or ROCm device is available to PyTorch")
+        elif torch.version.hip is None and torch.cuda.get_device_capability()[0] < 8:
+            reasons.append(f"it needs an NVIDIA GPU of capability 8.0 or later, not {target_of(torch.device('cuda'))}")
+        if q is not None:
+            if not q.is_cuda:
+                reasons.append(f"it runs on a GPU and the tensors are on {q.device.type}")
+            reasons += _reasons_input(q)
+        return reasons
+
+    def plan(self, mask: Any) -> Plan:
+        """Plan a mask: the shared lists, and this kernel's work list."""
+        plan = make_plan(mask, self.name)
+        if plan.kind == "cluster":
+            plan.extra["runs"], plan.extra["run_ptr"] = key_runs(plan)
+        plan.extra["block"] = mask.block if plan.kind == "block" else 0
+        plan.extra["rows"] = tile_rows(plan.extra["block"] or -(-plan.n_q // plan.counts.shape[-1]))
+        work_list(plan, plan.extra["rows"])
+        return plan
+
+    def run(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Attention over what the plan keeps, [B, H, N, D]."""
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out = torch.empty_like(q) if out is None else out
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        reasons = _reasons_launch(plan, q, k, v, out)
+        if reasons:
+            raise HeartError(f"the triton kernel cannot run this: {'; '.join(reasons)}")
+        launch(plan, q, k, v, out, scale)
+        if plan.tail:
+            n = plan.n_q
+            out[:, :, n:] = F.scaled_dot_product_attention(q[:, :, n:], k[:, :, n:], v[:, :, n:], scale=scale)
+        return out
+
+
+def _reasons_input(q: Tensor) -> list[str]:
+    reasons = []
+    if q.dtype not in DTYPES:
+        reasons.append(f"it takes fp32, bf16 and fp16, not {q.dtype}")
+    if q.shape[-1] > HEAD_SIZE_LIMIT:
+        reasons.append(f"it takes head sizes up to {HEAD_SIZE_LIMIT}, not {q.shape[-1]}")
+    return reasons
+
+
+def _reasons_launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[str]:
+    reasons = _reasons_input(q)
+    if not q.is_cuda and not interpreted():
+        reasons.append(f"it runs on a GPU and the tensors are on {q.device.type}")
+    if plan.device != q.device:
+        reasons.append(f"the plan is on {plan.device} and the tensors on {q.device}")
+    if out.stride(-1) != 1:
+        reasons.append("the last dimension of out must be contiguous")
+    if any((x.shape[2] - 1) * x.stride(2) + x.shape[3] >= 2**31 for x in (q, k, v, out)):
+        reasons.append("one head spans more than 2^31 elements of memory")
+    return reasons
+
+
+def tile_rows(size: int) -> int:
+    """Query tokens a program takes for blocks (or clusters, on average) of that size: a power of two in 16 … 128."""
+    return max(16, min(128, 1 << max(size - 1, 0).bit_length()))
+
+
+def key_runs(plan: Plan) -> tuple[Tensor, Tensor]:
+    """Kept keys of every query cluster as packed runs, int32 [R], and where each row's runs begin, int64 [rows + 1].
+
+    Kept clusters that touch in sorted order are joined first: they are one stretch of keys.
+    """
+    rows = plan.counts.numel()
+    device = plan.device
+    row = torch.repeat_interleave(torch.arange(rows, device=device), plan.counts.reshape(-1))  # [kept]
+    head = row // plan.counts.shape[-1]
+    starts = plan.k_starts.reshape(-1, plan.k_starts.shape[-1])
+    begin, end = starts[head, plan.cols.long()].long(), starts[head, plan.cols.long() + 1].long()
+    fresh = torch.ones_like(row, dtype=torch.bool)
+    fresh[1:] = (row[1:] != row[:-1]) | (begin[1:] != end[:-1])
+    first = fresh.nonzero().view(-1)
+    last = torch.cat([first[1:], first.new_full((1,), len(row))]) - 1 if len(first) else first
+    begin, end, row = begin[first], end[last], row[first]  # stretches
+    pieces = (end - begin + RUN - 1) // RUN
+    stretch = torch.repeat_interleave(torch.arange(len(pieces), device=device), pieces)
+    offset = torch.arange(len(stretch), device=device) - (pieces.cumsum(0) - pieces)[stretch]
+    position = begin[stretch] + offset * RUN
+    length = (end[stretch] - position).clamp(max=RUN)
+    per_row = torch.zeros(rows, dtype=torch.int64, device=device).index_add_(0, row, pieces)
+    run_ptr = torch.cat([per_row.new_zeros(1), per_row.cumsum(0)])
+    return ((position << RUN_BITS) | length).to(torch.int32), run_ptr
+
+
+def work_list(plan: Plan, block_m: int) -> Tensor:
+    """int32 [W, 5]: head, first and end query position, first and end list entry; the longest tiles come first."""
+    key = f"work{block_m}"
+    if key in plan.extra:
+        return plan.extra[key]
+    heads, rows, device = plan.shape[0] * plan.shape[1], plan.counts.shape[-1], plan.device
+    starts = plan.q_starts.expand(heads, -1) if plan.q_starts.ndim == 1 else plan.q_starts.reshape(heads, -1)
+    begin, end = starts[:, :-1].reshape(-1).long(), starts[:, 1:].reshape(-1).long()  # [heads * rows]
+    if plan.kind == "cluster":
+        first, last = plan.extra["run_ptr"][:-1], plan.extra["run_ptr"][1:]
+    else:
+        first = plan.row_ptr[..., :-1].reshape(-1)
+        last = first + plan.counts.reshape(-1)
+    tiles = (end - begin + block_m - 1) // block_m
+    row = torch.repeat_interleave(torch.arange(heads * rows, device=device), tiles)  # [W]
+    nth = torch.arange(len(row), device=device) - (tiles.cumsum(0) - tiles)[row]
+    q0 = begin[row] + nth * block_m
+    work = torch.stack([row // rows, q0, torch.minimum(q0 + block_m, end[row]), first[row], last[row]], dim=1)
+    work = work[(work[:, 4] - work[:, 3]).argsort(descending=True, stable=True)]
+    plan.extra[key] = work.to(torch.int32).contiguous()
+    return plan.extra[key]
+
+
+def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
+    """Start the device kernel over the plan's work list."""
+    from . import triton_code
+
+    d = q.shape[-1]
+    d_pad = max(16, 1 << (d - 1).bit_length())
+    config = config_for(target_of(q.device), d_pad, q.element_size(), plan.extra["rows"], plan.kind)
+    work = work_list(plan, config.block_m)
+    if not len(work):
+        return
+    block = plan.kind == "block"
+    triton_code.attention[(len(work),)](
+        q, k, v, out, work, plan.cols if block else plan.extra["runs"],
+        work if plan.q_perm is None else plan.q_perm, work if plan.k_perm is None else plan.k_perm,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        _perm_step(plan.q_perm), _perm_step(plan.k_perm), q.shape[1], plan.n_k, scale * LOG2E,
+        D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=plan.q_perm is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        PRECISION=precision_for(q.dtype), num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _perm_step(perm: Tensor | None) -> int:
+    """Elements from one head's permutation to the next: none when all heads share it."""
+    return 0 if perm is None or perm.ndim == 1 else perm.shape[-1]
+
+
+KERNEL = Triton()

@@ -1,0 +1,240 @@
+"""The device code of the Triton kernels, and nothing else; `triton_attention` and `triton_predict` launch it.
+
+Importing this file needs Triton, so nothing imports it until a kernel is really asked for. Whether the
+kernels run on a GPU or in Triton's interpreter (`TRITON_INTERPRET=1`) is settled when it is imported.
+Upper-case parameters are compile-time constants. Offsets inside one head are 32-bit: the launchers check it.
+"""
+
+import triton
+import triton.language as tl
+
+# A kept run of at most 16 keys is packed in one int32: first position << 5 | length (see `triton_attention`).
+RUN_BITS = tl.constexpr(5)
+RUN_MASK = tl.constexpr(31)
+
+
+@triton.jit
+def attention(
+    q_ptr, k_ptr, v_ptr, out_ptr, work_ptr, list_ptr, q_perm_ptr, k_perm_ptr,
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, q_perm_step, k_perm_step,
+    heads, n_k, scale_log2,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PERM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of a query row against the keys that row keeps, with an online softmax.
+
+    `work[pid]` = (batch·heads + head, first position, end position, first list entry, end list entry).
+    BLOCK > 0: list entries are key blocks of that size. BLOCK = 0: they are packed runs of up to RUN keys, and a
+    tile of BLOCK_N keys takes BLOCK_N/RUN of them, so that clusters of a few tokens still fill a tile.
+    """
+    item = work_ptr + tl.program_id(0) * 5
+    bh = tl.load(item)
+    q0 = tl.load(item + 1)
+    q1 = tl.load(item + 2)
+    e0 = tl.load(item + 3)
+    e1 = tl.load(item + 4)
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+
+    m = q0 + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    m_ok = m < q1
+    d_ok = d < D
+    qi = m
+    if PERM:
+        qi = tl.load(q_perm_ptr + bh.to(tl.int64) * q_perm_step + m, mask=m_ok, other=0)
+    q_tile = q_ptr + b * sqb + h * sqh + qi[:, None] * sqn + d[None, :]
+    q = tl.load(q_tile, mask=m_ok[:, None] & d_ok[None, :], other=0.0)  # [M, D]
+    k_base = k_ptr + b * skb + h * skh
+    v_base = v_ptr + b * svb + h * svh
+    k_perm_base = k_perm_ptr + bh.to(tl.int64) * k_perm_step
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if BLOCK > 0:
+        tiles = (e1 - e0) * ((BLOCK + BLOCK_N - 1) // BLOCK_N)
+    else:
+        tiles = tl.cdiv(e1 - e0, BLOCK_N // RUN)
+    for tile in range(0, tiles):
+        if BLOCK > 0:
+            col = tl.load(list_ptr + e0 + tile // ((BLOCK + BLOCK_N - 1) // BLOCK_N))
+            inside = (tile % ((BLOCK + BLOCK_N - 1) // BLOCK_N)) * BLOCK_N + n
+            pos = col * BLOCK + inside
+            ok = (inside < BLOCK) & (pos < n_k)
+        else:
+            entry = e0 + tile * (BLOCK_N // RUN) + n // RUN
+            run = tl.load(list_ptr + entry, mask=entry < e1, other=0)
+            pos = (run >> RUN_BITS) + n % RUN
+            ok = (n % RUN) < (run & RUN_MASK)
+        ki = pos
+        if PERM:
+            ki = tl.load(k_perm_base + pos, mask=ok, other=0)
+        k = tl.load(k_base + ki[None, :] * skn + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)  # [D, N]
+        s = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+        s = tl.where(ok[None, :], s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: -inf - -inf would be NaN
+        p = tl.math.exp2(s - base[:, None])
+        fade = tl.math.exp2(top - base)
+        mass = mass * fade + tl.sum(p, 1)
+        v = tl.load(v_base + ki[:, None] * svn + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)  # [N, D]
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        top = new_top
+    out_tile = out_ptr + b * sob + h * soh + qi[:, None] * son + d[None, :]
+    tl.store(out_tile, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & d_ok[None, :])
+
+
+@triton.jit
+def antidiagonal_sums(
+    q_ptr, k_ptr, perm_ptr, sum_ptr, top_ptr,
+    sqb, sqh, sqn, skb, skh, skn, heads, n, q_groups, k_groups, k_blocks, k_tiles, scale_log2,
+    D: tl.constexpr, D_PAD: tl.constexpr, STRIDE: tl.constexpr, GROUPS: tl.constexpr, PERM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """XAttention, first pass: a tile of antidiagonal logits, kept only as its row maxima and per-block sums.
+
+    sums[bh, i, J] = Σ_{j in block J} exp2(A[i, j] − top[bh, i, tile]): 1/GROUPS of the score matrix is ever written.
+    Tokens from n on read as zero; key groups from k_groups on take no mass; GROUPS = block / stride.
+    """
+    bh = tl.program_id(2)
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    d_ok = d < D
+    q_base = q_ptr + b * sqb + h * sqh
+    k_base = k_ptr + b * skb + h * skh
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for r in range(0, STRIDE):
+        tq = i * STRIDE + (STRIDE - 1 - r)
+        tk = j * STRIDE + r
+        q_ok = tq < n
+        k_ok = tk < n
+        if PERM:
+            tq = tl.load(perm_ptr + tq, mask=q_ok, other=0)
+            tk = tl.load(perm_ptr + tk, mask=k_ok, other=0)
+        q = tl.load(q_base + tq[:, None] * sqn + d[None, :], mask=q_ok[:, None] & d_ok[None, :], other=0.0)
+        k = tl.load(k_base + tk[None, :] * skn + d[:, None], mask=k_ok[None, :] & d_ok[:, None], other=0.0)
+        acc = tl.dot(q, k, acc, input_precision=PRECISION)
+    s = tl.where((j < k_groups)[None, :], acc * scale_log2, float("-inf"))
+    top = tl.max(s, 1)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.math.exp2(s - base[:, None])
+    sums = tl.sum(tl.reshape(p, [BLOCK_M, BLOCK_N // GROUPS, GROUPS]), 2)  # [M, blocks of this tile]
+    row = bh.to(tl.int64) * q_groups + i
+    block = tl.program_id(1) * (BLOCK_N // GROUPS) + tl.arange(0, BLOCK_N // GROUPS)
+    i_ok = i < q_groups
+    tl.store(sum_ptr + row[:, None] * k_blocks + block[None, :], sums, mask=i_ok[:, None] & (block < k_blocks)[None, :])
+    tl.store(top_ptr + row * k_tiles + tl.program_id(1), top, mask=i_ok)
+
+
+@triton.jit
+def antidiagonal_blocks(
+    sum_ptr, top_ptr, out_ptr, q_groups, valid_q_groups, k_blocks, k_tiles, q_blocks,
+    GROUPS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """XAttention, second pass: one query block: normalise each row over all key blocks, then add the rows up."""
+    bh = tl.program_id(1)
+    i = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    i_ok = i < valid_q_groups  # query groups that are wholly padding score nothing
+    row = bh.to(tl.int64) * q_groups + i
+    n = tl.arange(0, BLOCK_N)
+    top = tl.full([GROUPS], float("-inf"), tl.float32)
+    for t in range(0, k_tiles):
+        top = tl.maximum(top, tl.load(top_ptr + row * k_tiles + t, mask=i_ok, other=0.0))
+    mass = tl.zeros([GROUPS], tl.float32)
+    for j in range(0, k_blocks, BLOCK_N):
+        ok = i_ok[:, None] & (j + n < k_blocks)[None, :]
+        s = tl.load(sum_ptr + row[:, None] * k_blocks + (j + n)[None, :], mask=ok, other=0.0)
+        t = tl.load(top_ptr + row[:, None] * k_tiles + ((j + n) // PER_TILE)[None, :], mask=ok, other=0.0)
+        mass += tl.sum(tl.where(ok, s * tl.math.exp2(t - top[:, None]), 0.0), 1)
+    mass = tl.where(i_ok, mass, 1.0)
+    for j in range(0, k_blocks, BLOCK_N):
+        ok = i_ok[:, None] & (j + n < k_blocks)[None, :]
+        s = tl.load(sum_ptr + row[:, None] * k_blocks + (j + n)[None, :], mask=ok, other=0.0)
+        t = tl.load(top_ptr + row[:, None] * k_tiles + ((j + n) // PER_TILE)[None, :], mask=ok, other=0.0)
+        share = tl.where(ok, s * tl.math.exp2(t - top[:, None]), 0.0) / mass[:, None]
+        out = out_ptr + (bh.to(tl.int64) * q_blocks + tl.program_id(0)) * k_blocks + j + n
+        tl.store(out, tl.sum(share, 0), mask=j + n < k_blocks)
+
+
+@triton.jit
+def nearest_centroid(
+    x_ptr, c_ptr, norm_ptr, label_ptr, sxb, sxh, sxn, heads, n, clusters,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k-means assignment: the index of the nearest centroid, ties to the lowest, without a distance matrix.
+
+    x [B, H, N, D] by strides, centroids fp32 [B·H, C, D] and their squared norms [B·H, C], labels int32 [B·H, N].
+    """
+    bh = tl.program_id(1)
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    d_ok = d < D
+    x_tile = x_ptr + b * sxb + h * sxh + m[:, None] * sxn + d[None, :]
+    x = tl.load(x_tile, mask=(m < n)[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
+    c_base = c_ptr + bh.to(tl.int64) * clusters * D
+    best = tl.full([BLOCK_M], float("inf"), tl.float32)
+    label = tl.zeros([BLOCK_M], tl.int32)
+    for first in range(0, clusters, BLOCK_N):
+        ok = first + c < clusters
+        centroid = tl.load(c_base + (first + c)[None, :] * D + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)
+        norm = tl.load(norm_ptr + bh.to(tl.int64) * clusters + first + c, mask=ok, other=float("inf"))
+        distance = norm[None, :] - 2.0 * tl.dot(x, centroid, input_precision=PRECISION)
+        least, where = tl.min(distance, 1, return_indices=True, return_indices_tie_break_left=True)
+        label = tl.where(least < best, first + where, label)
+        best = tl.minimum(best, least)
+    tl.store(label_ptr + bh.to(tl.int64) * n + m, label, mask=m < n)
+
+
+@triton.jit
+def cluster_means(
+    x_ptr, perm_ptr, start_ptr, c_ptr, sxb, sxh, sxn, heads, n, clusters,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """k-means update: one program a cluster adds its tokens up in a fixed order; an empty one keeps its centroid."""
+    bh = tl.program_id(1)
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    edge = start_ptr + bh.to(tl.int64) * (clusters + 1) + tl.program_id(0)
+    first = tl.load(edge)
+    end = tl.load(edge + 1)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PAD)
+    d_ok = d < D
+    total = tl.zeros([D_PAD], tl.float32)
+    for pos in range(first, end, BLOCK_M):
+        ok = pos + m < end
+        token = tl.load(perm_ptr + bh.to(tl.int64) * n + pos + m, mask=ok, other=0)
+        x_tile = x_ptr + b * sxb + h * sxh + token[:, None] * sxn + d[None, :]
+        total += tl.sum(tl.load(x_tile, mask=ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32), 0)
+    out = c_ptr + (bh.to(tl.int64) * clusters + tl.program_id(0)) * D + d
+    tl.store(out, total / (end - first).to(tl.float32), mask=d_ok & (end > first))
+
+
+@triton.jit
+def pooled_sums(
+    x_ptr, out_ptr, sxb, sxh, sxn, heads, n, span, splits,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Token sums of one span of one head, fp32: [B·H, splits, D]; no atomics, so the mean is the same every time."""
+    bh = tl.program_id(1)
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    first = tl.program_id(0) * span
+    end = tl.minimum(first + span, n)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PAD)
+    d_ok = d < D
+    total = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    for pos in range(first, end, BLOCK_M):
+        x_tile = x_ptr + b * sxb + h * sxh + (pos + m)[:, None] * sxn + d[None, :]
+        total += tl.load(x_tile, mask=(pos + m < end)[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
+    out = out_ptr + (bh.to(tl.int64) * splits + tl.program_id(0)) * D + d
+    tl.store(out, tl.sum(total, 0), mask=d_ok)
