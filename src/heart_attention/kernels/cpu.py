@@ -1,0 +1,115 @@
+"""Block-sparse attention on the CPU in C (cpu.c): what fits it, and the call."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from ctypes import c_double, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HeartError
+from . import build
+from .plan import Plan, make_plan
+
+_PROCESS = os.getpid()
+TYPES = (torch.float32, torch.bfloat16)
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("token", c_int64))
+
+
+class _Arguments(ctypes.Structure):
+    """`struct heart_attention` of cpu.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "dim", "n_q", "n_k", "tail", "q_blocks", "k_blocks")),
+        *((name, _Tensor) for name in ("q", "k", "v", "out")),
+        *((name, c_void_p) for name in ("row_ptr", "cols", "q_starts", "k_starts", "q_perm", "k_perm")),
+        *((name, c_int64) for name in ("own_starts", "own_perm")),
+        ("scale", c_double),
+        *((name, c_int64) for name in ("bf16", "threads")),
+    )
+
+
+class Cpu:
+    """Kernel `cpu`."""
+
+    name = "cpu"
+
+    def reasons_not(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
+        """Why it cannot serve; empty if it can."""
+        reasons = []
+        try:
+            build.load()
+        except build.BuildError as error:
+            reasons.append(str(error))
+        if q is not None:
+            reasons += _reasons_not_tensor(q)
+        if mask is not None and mask.device.type != "cpu":
+            reasons.append(f"the mask is on {mask.device}, not on the CPU")
+        return reasons
+
+    def plan(self, mask: Any) -> Plan:
+        """Plan a mask."""
+        return make_plan(mask, self.name)
+
+    def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None):
+        """Attention over what the plan keeps, [B, H, N, D]; the inputs may be any views with contiguous rows."""
+        for reason in _reasons_not_tensor(q):
+            raise HeartError(f"kernel 'cpu' cannot serve: {reason}")
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        result = torch.empty_like(q) if out is None else out  # keeps the layout of a transposed view
+        target = _rows(result, copy=False)
+        failed = build.load().heart_attention(ctypes.byref(_arguments(plan, q, k, v, target, scale)))
+        if failed:
+            raise MemoryError(f"no memory for the keys and values of one head of {k.shape[2]} tokens in fp32")
+        if target is not result:
+            result.copy_(target)
+        return result
+
+
+def _reasons_not_tensor(q: Tensor) -> list[str]:
+    reasons = []
+    if q.device.type != "cpu":
+        reasons.append(f"the tensors are on {q.device}, not on the CPU")
+    if q.dtype not in TYPES:
+        reasons.append(f"it takes float32 and bfloat16, not {str(q.dtype).removeprefix('torch.')}")
+    if q.requires_grad and torch.is_grad_enabled():
+        reasons.append("it has no backward pass: use torch.no_grad(), or the kernel gather")
+    return reasons
+
+
+def _rows(x: Tensor, copy: bool = True) -> Tensor:
+    """x if its rows are contiguous, else a copy of it (or room for one)."""
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    return x.contiguous() if copy else torch.empty(x.shape, dtype=x.dtype)
+
+
+def _arguments(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None) -> _Arguments:
+    (batch, heads), dim = plan.shape, q.shape[-1]
+    own_starts, own_perm = plan.q_starts.ndim == 3, plan.q_perm is not None and plan.q_perm.ndim == 3
+    return _Arguments(
+        batch, heads, dim, plan.n_q, plan.n_k, plan.tail,
+        plan.q_starts.shape[-1] - 1, plan.k_starts.shape[-1] - 1,
+        *(_Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)) for x in (q, k, v, out)),
+        *(_pointer(x) for x in (plan.row_ptr, plan.cols, plan.q_starts, plan.k_starts, plan.q_perm, plan.k_perm)),
+        own_starts, own_perm, 1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, threads(),
+    )  # fmt: skip
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def threads() -> int:
+    """As many as PyTorch uses; one in a forked child, where OpenMP's threads are gone."""
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
+
+
+KERNEL = Cpu()

@@ -1,0 +1,113 @@
+/* The two inner products, a few rows by two vectors at a time, all sums in registers. */
+#ifndef HEART_MICRO_H
+#define HEART_MICRO_H
+
+#include "simd.h"
+
+/* How many of n remaining rows to take: sixes, then fours and fives, because fewer sums than eight leave the
+ * multipliers waiting. */
+INLINE int take_rows(int64_t n) {
+    if (n >= 14 || n == 12 || n == 11 || n == 6) return 6;
+    if (n == 13 || n == 10 || n == 9) return 5;
+    if (n == 8 || n == 7) return 4;
+    return (int)n;
+}
+
+/* scores[r][lane] = key row r . query lane, for the rows index[0..rows). */
+INLINE void scores_rows(int rows, int vectors, const float *queries, const float *keys, const int32_t *index,
+                        int64_t dim, float *scores, vec *top) {
+    vec sum[6][2];
+    const float *key[6];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        key[r] = keys + (int64_t)index[r] * dim;
+        sum[r][0] = sum[r][1] = (vec){0};
+    }
+    for (int64_t d = 0; d < dim; d++) {
+        vec q[2];
+#pragma GCC unroll 2
+        for (int j = 0; j < vectors; j++) q[j] = load(queries + d * 2 * VL + j * VL);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            vec k = splat(key[r][d]);
+#pragma GCC unroll 2
+            for (int j = 0; j < vectors; j++) sum[r][j] += k * q[j];
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int j = 0; j < vectors; j++) {
+            store(scores + (r * vectors + j) * VL, sum[r][j]);
+            top[j] = vmax(sum[r][j], top[j]);
+        }
+}
+
+/* Scores of n keys for one panel of queries, [n][vectors VL], and their maximum in each lane. */
+INLINE void scores_tile(int vectors, const float *queries, const float *keys, const int32_t *index, int64_t n,
+                        int64_t dim, float *scores, vec *top) {
+    for (int64_t i = 0; i < n;) {
+        int rows = take_rows(n - i);
+        float *to = scores + i * vectors * VL;
+        switch (rows) {
+        case 6: scores_rows(6, vectors, queries, keys, index + i, dim, to, top); break;
+        case 5: scores_rows(5, vectors, queries, keys, index + i, dim, to, top); break;
+        case 4: scores_rows(4, vectors, queries, keys, index + i, dim, to, top); break;
+        case 3: scores_rows(3, vectors, queries, keys, index + i, dim, to, top); break;
+        case 2: scores_rows(2, vectors, queries, keys, index + i, dim, to, top); break;
+        default: scores_rows(1, vectors, queries, keys, index + i, dim, to, top);
+        }
+        i += rows;
+    }
+}
+
+/* out[r] = out[r] * factor[r] + sum over keys of weight[key][r] * value[key], `columns` vectors wide. */
+INLINE void values_rows(int rows, int vectors, int columns, const float *weights, const float *values,
+                        const int32_t *index, int64_t n, float *out, int64_t stride, const float *factors) {
+    vec sum[6][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
+    for (int64_t i = 0; i < n; i++) {
+        const float *value = values + (int64_t)index[i] * columns * VL;
+        const float *weight = weights + i * vectors * VL;
+        vec v[2];
+#pragma GCC unroll 2
+        for (int j = 0; j < columns; j++) v[j] = load(value + j * VL);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            vec w = splat(weight[r]);
+#pragma GCC unroll 2
+            for (int j = 0; j < columns; j++) sum[r][j] += w * v[j];
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        vec factor = splat(factors[r]);
+#pragma GCC unroll 2
+        for (int j = 0; j < columns; j++) {
+            float *at = out + r * stride + j * VL;
+            store(at, load(at) * factor + sum[r][j]);
+        }
+    }
+}
+
+/* Adds the weighted values of a tile to the first `lanes` rows of out. */
+INLINE void values_tile(int vectors, int columns, const float *weights, const float *values, const int32_t *index,
+                        int64_t n, int64_t lanes, float *out, int64_t stride, const float *factors) {
+    for (int64_t r = 0; r < lanes;) {
+        int rows = take_rows(lanes - r);
+        float *to = out + r * stride;
+        const float *w = weights + r, *f = factors + r;
+        switch (rows) {
+        case 6: values_rows(6, vectors, columns, w, values, index, n, to, stride, f); break;
+        case 5: values_rows(5, vectors, columns, w, values, index, n, to, stride, f); break;
+        case 4: values_rows(4, vectors, columns, w, values, index, n, to, stride, f); break;
+        case 3: values_rows(3, vectors, columns, w, values, index, n, to, stride, f); break;
+        case 2: values_rows(2, vectors, columns, w, values, index, n, to, stride, f); break;
+        default: values_rows(1, vectors, columns, w, values, index, n, to, stride, f);
+        }
+        r += rows;
+    }
+}
+
+#endif

@@ -1,0 +1,73 @@
+/* Vectors of floats as wide as the machine's: GCC and Clang vector extensions, so that one text serves all CPUs. */
+#ifndef HEART_SIMD_H
+#define HEART_SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VL 16
+#elif defined(__AVX__)
+#include <immintrin.h>
+#define VL 8
+#else
+#define VL 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(VL * 4)));
+typedef float vec_loose __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(VL * 4)));
+
+INLINE vec load(const float *p) { return *(const vec_loose *)p; }
+INLINE void store(float *p, vec x) { *(vec_loose *)p = x; }
+/* A sum with zeros, because compilers turn that into one broadcast (a loop over elements they do not). */
+INLINE vec splat(float x) { return (vec){0} + x; }
+
+/* The second operand where either is NaN: the running maximum then ignores NaN, which reaches the sum anyway. */
+INLINE vec vmax(vec a, vec b) {
+#if VL == 16
+    return _mm512_max_ps(a, b);
+#elif VL == 8
+    return _mm256_max_ps(a, b);
+#else
+    ivec larger = a > b;
+    return (vec)((larger & (ivec)a) | (~larger & (ivec)b));
+#endif
+}
+
+INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+/* 2^x for x <= 0 or a little above; relative error 2e-7; exactly 0 below -126; NaN stays NaN. */
+INLINE vec vexp2(vec x) {
+    const float magic = 12582912.0f + 127.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    vec shifted = x + magic;
+    vec f = x - (shifted - magic); /* in [-0.5, 0.5] */
+    vec p = splat(1.326472725e-03f);
+    p = p * f + 9.671512688e-03f;
+    p = p * f + 5.550733744e-02f;
+    p = p * f + 2.402224208e-01f;
+    p = p * f + 6.931469776e-01f;
+    p = p * f + 1.0f;
+    p *= (vec)((ivec)shifted << 23);
+    return (vec)(~(x < -126.0f) & (ivec)p);
+}
+
+INLINE float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+/* Round to nearest even; a NaN stays one. */
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
+#endif
