@@ -101,8 +101,8 @@ def _explain(pipe, call: dict, chosen: list, results: dict) -> str:
     calibrated = [m.name for m in chosen if m.name.endswith("+heart") and not isinstance(m.config.thresholds, float)]
     thresholds = f"calibrated thresholds in {', '.join(calibrated)}" if calibrated else "shared thresholds of 0.9"
     return (
-        f"{call['width']}×{call['height']}, {t} frames = {n} video tokens, {call['num_inference_steps']} steps with guidance, "
-        f"{len(results['rows'])} videos; {thresholds};\n"
+        f"{call['width']}×{call['height']}, {t} frames = {n} video tokens, "
+        f"{call['num_inference_steps']} steps with guidance, {len(results['rows'])} videos; {thresholds};\n"
         f"SVG2 with {svg2.q_clusters} × {svg2.k_clusters} clusters (300 × 1,000 at 32,760 tokens). "
         "PSNR and SSIM are against dense; times are of this machine, to be read as ratios."
     )
@@ -133,7 +133,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if not args.dense:
         density, refreshed = row["density"], row["refresh_rate"]
         print(f"density {density:.3f}, masks predicted anew {refreshed:.0%}" if density is not None else "all dense")
-        for reason, count in (stats.get("fallbacks") or {}).items():
+        for reason, count in (stats.get("dense_reasons") or {}).items():
             print(f"dense {count} times: {reason}")
     return 0
 

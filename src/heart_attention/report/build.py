@@ -11,9 +11,10 @@ from .. import compare
 from ..errors import HeartError
 from ..files import read_json, write_atomic
 from . import plots
+from .heads import view
 
 VIDEO_BUDGET = 6_500_000  # bytes of mp4 in the page: base64 makes it a third more, and the page stays under 10 MB
-PART_NAMES = ("drift", "prediction", "planning", "attention", "dense", "other")
+PART_NAMES = ("drift", "prediction", "planning", "attention", "dense")
 
 
 def _data_uri(path: Path) -> str:
@@ -53,8 +54,8 @@ def _grid(values: Any) -> list[list[float | None]]:
 
 def _heads_section(method: str, stats: dict) -> dict | None:
     """Heat maps heads × layers and the timeline of one method, from the engine's statistics."""
-    heads = stats.get("heads")
-    if not heads:
+    heads = view(stats)
+    if heads is None:
         return None
     maps = []
     pictures = (

@@ -129,9 +129,8 @@ def scatter(points: Sequence[dict], x_name: str, y_name: str, label: str) -> str
         flip = px > width * 0.7
         body.append(_text(px + (-11 if flip else 11), py + 4, p["name"], "end" if flip else "start", "label name"))
     body.append(_text((left + width - right) / 2, height - 6, x_name))
-    body.append(
-        f'<text class="label" transform="translate(13 {height / 2}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>'
-    )
+    turned = f'transform="translate(13 {height / 2}) rotate(-90)" text-anchor="middle"'
+    body.append(f'<text class="label" {turned}>{escape(y_name)}</text>')
     return _svg(width, height, body, label)
 
 
