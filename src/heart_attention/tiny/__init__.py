@@ -1,0 +1,66 @@
+"""The embedded model: a small ``WanPipeline`` that was really trained, for demos, tests and studies on a CPU.
+
+    from heart_attention import tiny
+    pipe = tiny.load()
+    video = pipe(tiny.prompts("demo")[0], **tiny.NATIVE).frames[0]
+
+It makes clips of one coloured shape moving over a coloured background; see MODEL_CARD.md beside this file.
+Importing this module is cheap: torch and diffusers are imported by the functions that need them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .scene import check, prompts
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import WanPipeline
+
+__all__ = ["NATIVE", "QUICK", "check", "load", "load_random", "path", "prompts", "tokens"]
+
+# Arguments for calling the pipeline. The codec keeps every frame, and diffusers turns num_frames into
+# num_frames + 1 for such a codec: 15 gives 16 frames. 16 x 16 x 16 = 4,096 video tokens of 8 x 8 pixels.
+NATIVE = dict(
+    height=128, width=128, num_frames=15, num_inference_steps=50, guidance_scale=4.0, max_sequence_length=64
+)
+# 8 x 12 x 12 = 1,152 video tokens.
+QUICK = dict(height=96, width=96, num_frames=7, num_inference_steps=12, guidance_scale=4.0, max_sequence_length=64)
+
+
+def path() -> str:
+    """Folder of the weights, for ``WanPipeline.from_pretrained``."""
+    return str(Path(__file__).parent / "weights")
+
+
+def tokens(height: int, width: int, num_frames: int, **_: object) -> tuple[int, int, int]:
+    """Video tokens (time, height, width) of a call with these arguments: ``tokens(**NATIVE)``."""
+    return num_frames + 1, height // 8, width // 8
+
+
+def load(dtype: torch.dtype | None = None) -> WanPipeline:
+    """The trained pipeline, on the CPU and in float32 unless told otherwise."""
+    import torch
+    from diffusers import WanPipeline
+
+    pipe = WanPipeline.from_pretrained(path(), torch_dtype=dtype or torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def load_random(seed: int = 0, dtype: torch.dtype | None = None) -> WanPipeline:
+    """The same architecture with the random weights that training starts from (seed 0): the control."""
+    import torch
+    from diffusers import WanTransformer3DModel
+    from transformers import UMT5EncoderModel
+
+    pipe = load(dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the order below is the order of training's initialisation
+        transformer = WanTransformer3DModel.from_config(pipe.transformer.config)
+        text_encoder = UMT5EncoderModel(pipe.text_encoder.config)
+    dtype = dtype or torch.float32
+    pipe.register_modules(transformer=transformer.to(dtype).eval(), text_encoder=text_encoder.to(dtype).eval())
+    return pipe

@@ -1,0 +1,171 @@
+"""The little world of the embedded model: its words, its colours, its prompts, and the program check.
+
+Everything here is numpy only, so that the training data (``tools/train_tiny/data.py``) and the package
+share one definition and importing it stays cheap.
+"""
+
+import itertools
+import random
+import re
+
+import numpy as np
+
+OBJECT_COLOURS = {
+    "red": (235, 35, 35),
+    "green": (40, 215, 60),
+    "blue": (45, 90, 255),
+    "yellow": (250, 225, 40),
+    "purple": (180, 50, 230),
+    "orange": (255, 140, 20),
+    "white": (250, 250, 250),
+    "cyan": (40, 225, 235),
+}
+# Disjoint from the object colours, and at least 100 (of 255, Euclidean) away from each of them, so that one
+# threshold separates an object from any background, speckles included.
+BACKGROUND_COLOURS = {
+    "black": (34, 34, 38),
+    "gray": (112, 112, 112),
+    "navy": (22, 34, 120),
+    "maroon": (110, 20, 36),
+    "teal": (10, 95, 95),
+    "beige": (216, 196, 156),
+}
+SHAPES = ("circle", "square", "triangle", "ring")
+MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (x, y), y downwards
+VERBS = ("moves", "slides", "drifts")
+TEMPLATES = (
+    "a {colour} {shape} {verb} {motion} on a {background} background",
+    "on a {background} background a {colour} {shape} {verb} {motion}",
+    "{colour} {shape} {verb} {motion}, {background} background",
+)
+SPECKLE = 30  # speckles lighten or darken a background by at most this much
+
+Combo = tuple[str, str, str, str]  # (colour, shape, motion, background)
+
+
+def combos() -> list[Combo]:
+    """All 768 (colour, shape, motion, background) combinations, in a fixed order."""
+    return list(itertools.product(OBJECT_COLOURS, SHAPES, MOTIONS, BACKGROUND_COLOURS))
+
+
+def caption(combo: Combo, template: int = 0, verb: int = 0) -> str:
+    """The sentence for a combination."""
+    colour, shape, motion, background = combo
+    return TEMPLATES[template].format(
+        colour=colour, shape=shape, motion=motion, background=background, verb=VERBS[verb]
+    )
+
+
+def parse(prompt: str) -> Combo:
+    """(colour, shape, motion, background) named in a prompt; ValueError when one is missing."""
+    words = re.findall(r"[a-z]+", prompt.lower())
+    found = []
+    for kind in (OBJECT_COLOURS, SHAPES, MOTIONS, BACKGROUND_COLOURS):
+        hits = [w for w in words if w in kind]
+        if len(hits) != 1:
+            raise ValueError(f"expected one of {sorted(kind)} in the prompt, found {hits}: {prompt!r}")
+        found.append(hits[0])
+    return tuple(found)
+
+
+def _balanced(pool: list[Combo], n: int, rng: random.Random) -> list[Combo]:
+    """n combinations from the pool in which every word of each kind is used about equally often."""
+    counts: dict[tuple[int, str], int] = {}
+    chosen: list[Combo] = []
+    for _ in range(n):
+        best = min(
+            (c for c in pool if c not in chosen),
+            key=lambda c: (sum(counts.get(kw, 0) ** 2 for kw in enumerate(c)), rng.random()),
+        )
+        chosen.append(best)
+        for kw in enumerate(best):
+            counts[kw] = counts.get(kw, 0) + 1
+    return chosen
+
+
+def splits() -> dict[str, list[Combo]]:
+    """Which combinations are for what: ``heldout`` (24) and ``demo`` (8) are never trained on, nor used to calibrate."""
+    rng = random.Random(20240601)
+    unseen = _balanced(combos(), 32, rng)
+    rest = [c for c in combos() if c not in unseen]
+    return {
+        "heldout": unseen[:24],
+        "demo": unseen[24:],
+        "calibration": _balanced(rest, 12, rng),
+        "train": rest,  # calibration prompts are training prompts, as they would be for a downloaded model
+    }
+
+
+def prompts(split: str = "heldout") -> list[str]:
+    """Prompts of a split, all in the first template."""
+    known = splits()
+    if split not in known:
+        raise ValueError(f"split must be one of {sorted(known)}, not {split!r}")
+    return [caption(c) for c in known[split]]
+
+
+def _nearest(rgb: np.ndarray, palette: dict[str, tuple[int, int, int]]) -> str:
+    return min(palette, key=lambda name: float(np.sum((rgb - np.array(palette[name])) ** 2)))
+
+
+def read_scene(frames: np.ndarray, threshold: float = 75.0) -> dict:
+    """Read colour and motion from frames by thresholding. frames [T, H, W, 3], 0..1 or 0..255."""
+    pixels = np.asarray(frames, dtype=np.float32)
+    if pixels.ndim != 4 or pixels.shape[-1] != 3:
+        raise ValueError(f"frames must be [T, H, W, 3], not {pixels.shape}")
+    if pixels.max() <= 1.5:
+        pixels = pixels * 255.0
+    background = np.median(pixels.reshape(-1, 3), axis=0)
+    apart = np.sqrt(((pixels - background) ** 2).sum(-1)) > threshold  # [T, H, W]
+    seen = {"background": _nearest(background, BACKGROUND_COLOURS), "colour": None, "motion": None, "path": None}
+    seen["area"] = float(apart.mean())
+    # Fewer pixels than a disc of 5 px radius, in the median frame, is no object.
+    if np.median(apart.sum((1, 2))) < 80:
+        return seen
+    seen["colour"] = _nearest(np.median(pixels[apart], axis=0), OBJECT_COLOURS)
+    seen["path"] = _centroids(apart)
+    seen["motion"] = _direction(seen["path"])
+    return seen
+
+
+def _centroids(mask: np.ndarray) -> np.ndarray:
+    """Centre of the masked pixels in each frame that has some: rows (frame, x, y)."""
+    rows = []
+    for t, m in enumerate(mask):
+        y, x = np.nonzero(m)
+        if len(x) >= 20:
+            rows.append((t, x.mean(), y.mean()))
+    return np.array(rows)
+
+
+def _direction(path: np.ndarray) -> str | None:
+    """The one of four directions that a straight line through the centroids has; None below 1 px a frame."""
+    if len(path) < 2:
+        return None
+    vx, vy = (np.polyfit(path[:, 0], path[:, i], 1)[0] for i in (1, 2))
+    if max(abs(vx), abs(vy)) < 1.0:
+        return None
+    if abs(vx) >= abs(vy):
+        return "right" if vx > 0 else "left"
+    return "down" if vy > 0 else "up"
+
+
+def check(frames: np.ndarray, prompt: str) -> dict:
+    """Does the clip show what the prompt says? By thresholding, no learned judge.
+
+    Args:
+        frames: [T, H, W, 3], floats in 0..1 or bytes.
+        prompt: a sentence with one object colour, shape, motion and background.
+
+    Returns:
+        ``{"background": bool, "colour": bool, "motion": bool, "seen": {...}}`` where ``seen`` holds what was read.
+        Shapes are not checked.
+    """
+    colour, _, motion, background = parse(prompt)
+    seen = read_scene(frames)
+    return {
+        "background": seen["background"] == background,
+        "colour": seen["colour"] == colour,
+        "motion": seen["motion"] == motion,
+        "seen": seen,
+    }

@@ -1,0 +1,1 @@
+"""Training of the embedded model: ``python -m tools.train_tiny`` (see README.md here)."""

@@ -1,0 +1,97 @@
+"""Procedural captioned clips, rendered in batches with torch, as a pure function of (seed, step).
+
+A clip is one coloured shape moving at constant speed over a background of one colour with fine speckles that
+are drawn anew for every clip and stand still. The speckles cannot be known from the caption, only from the same
+place in other frames: they make looking along time worth learning. Sizes and speeds are in pixels, the same on
+every canvas, so that what is learned on small canvases holds on large ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from heart_attention.tiny import scene
+
+CELL = 4  # speckle size in pixels
+RADIUS = (13.0, 18.0)
+SPEED = (3.6, 4.8)  # pixels a frame
+
+
+@dataclass
+class Batch:
+    """Clips as bytes in floats and their captions."""
+
+    video: torch.Tensor  # [B, 3, T, H, W], -1..1
+    captions: list[str]
+    combos: list[scene.Combo]
+
+
+def _uniform(n: int, low, high, rng: torch.Generator) -> torch.Tensor:
+    return low + (high - low) * torch.rand(n, generator=rng)
+
+
+def _centres(b: int, frames: int, size: tuple[int, int], step: torch.Tensor, radius: torch.Tensor, rng):
+    """Straight paths [B, T, 2] that stay inside the canvas where they fit, and cross its middle where not."""
+    half = step.abs() * (frames - 1) / 2 + radius[:, None]  # [B, 2]
+    extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
+    slack = (extent / 2 - half).clamp(min=0)
+    middle = extent / 2 + slack * (2 * torch.rand(b, 2, generator=rng) - 1)
+    time = torch.arange(frames) - (frames - 1) / 2
+    return middle[:, None] + time[None, :, None] * step[:, None]
+
+
+def _distance(shape: str, x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """Signed distance to the outline in pixels, negative inside."""
+    if shape == "circle":
+        return (x * x + y * y).sqrt() - r
+    if shape == "square":
+        return torch.maximum(x.abs(), y.abs()) - 0.88 * r
+    if shape == "triangle":  # upright, base below
+        return torch.maximum(0.894 * x.abs() - 0.447 * y - 0.45 * r, y - 0.85 * r)
+    return ((x * x + y * y).sqrt() - 0.75 * r).abs() - 0.3 * r  # ring
+
+
+def _speckles(b: int, height: int, width: int, rng: torch.Generator) -> torch.Tensor:
+    """Still per-clip brightness offsets [B, 1, 1, H, W]."""
+    cells = 2 * torch.rand(b, 1, 1, -(-height // CELL), -(-width // CELL), generator=rng) - 1
+    cells = cells.repeat_interleave(CELL, 3).repeat_interleave(CELL, 4)
+    return scene.SPECKLE * cells[..., :height, :width]
+
+
+def render(combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator) -> torch.Tensor:
+    """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
+    b, (height, width) = len(combos), size
+    radius = _uniform(b, *RADIUS, rng)
+    direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
+    step = direction * _uniform(b, *SPEED, rng)[:, None]
+    centre = _centres(b, frames, size, step, radius, rng)  # [B, T, 2]
+    y = torch.arange(height)[:, None] + 0.5
+    x = torch.arange(width)[None, :] + 0.5
+    ground = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
+    ground = (ground[:, :, None, None, None] + _speckles(b, height, width, rng)).clamp(0, 255)
+    paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
+    cover = torch.stack(
+        [
+            _distance(c[1], x - centre[i, :, 0, None, None], y - centre[i, :, 1, None, None], radius[i])
+            for i, c in enumerate(combos)
+        ]
+    )
+    cover = (0.5 - cover).clamp(0, 1)[:, None]  # [B, 1, T, H, W], one pixel of antialiasing
+    video = ground + cover * (paint[:, :, None, None, None] - ground)
+    return video / 127.5 - 1
+
+
+def _pick(rng: torch.Generator, n: int) -> int:
+    return int(torch.randint(n, (1,), generator=rng))
+
+
+def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], pool=None) -> Batch:
+    """The training batch of a step: the same (seed, step) always gives the same clips and captions."""
+    rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    pool = pool or TRAIN
+    chosen = [pool[_pick(rng, len(pool))] for _ in range(size)]
+    captions = [scene.caption(c, _pick(rng, len(scene.TEMPLATES)), _pick(rng, len(scene.VERBS))) for c in chosen]
+    return Batch(render(chosen, frames, pixels, rng), captions, chosen)
+
+
+TRAIN = scene.splits()["train"]

@@ -1,0 +1,77 @@
+"""How sparse the heads are: XAttention's predicted block masks, read while the pipeline generates.
+
+Written apart from the package's own XAttention, so that the figures of the model card stand on their own.
+"""
+
+import math
+from contextlib import contextmanager
+
+import torch
+from diffusers.models.transformers import transformer_wan
+
+BLOCK, STRIDE = 64, 8
+
+
+def block_mass(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Predicted attention mass by block [B, H, M, M], rows summing to one; q, k [B, H, N, D], N divisible by 64."""
+    b, h, n, d = q.shape
+    flipped = q.unflatten(2, (-1, STRIDE)).flip(3).flatten(3)  # [B, H, N/S, S*D]
+    logits = flipped @ k.unflatten(2, (-1, STRIDE)).flatten(3).transpose(-1, -2) / (STRIDE * math.sqrt(d))
+    m, g = n // BLOCK, BLOCK // STRIDE
+    return logits.softmax(-1).view(b, h, m, g, m, g).mean(3).sum(-1)
+
+
+def density(mass: torch.Tensor, p: float = 0.9) -> torch.Tensor:
+    """Share of blocks [B, H] in the smallest sets that hold a share p of every row's mass, block 0 always among them."""
+    ranked, order = mass.sort(dim=-1, descending=True)
+    keep_ranked = ranked.cumsum(-1) - ranked < p  # a block is needed while those before it do not reach p
+    keep = torch.zeros_like(keep_ranked).scatter(-1, order, keep_ranked)
+    keep[..., 0] = True
+    return keep.float().mean((-1, -2))
+
+
+def tile_order(grid: tuple[int, int, int]) -> torch.Tensor:
+    """Permutation of raster tokens [N] into 4 x 4 x 4 tiles, 64 tokens each."""
+    t, h, w = grid
+    index = torch.arange(t * h * w).view(t // 4, 4, h // 4, 4, w // 4, 4)
+    return index.permute(0, 2, 4, 1, 3, 5).flatten()
+
+
+@contextmanager
+def watch_attention(see, tokens: int):
+    """Call ``see(q, k)`` ([B, N, H, D], after norm and RoPE) for every self-attention over `tokens` video tokens."""
+    original = transformer_wan.dispatch_attention_fn
+
+    def wrapped(query, key, value, *args, **kwargs):
+        if query.shape[1] == key.shape[1] == tokens:
+            see(query, key)
+        return original(query, key, value, *args, **kwargs)
+
+    transformer_wan.dispatch_attention_fn = wrapped
+    try:
+        yield
+    finally:
+        transformer_wan.dispatch_attention_fn = original
+
+
+class DensityMeter:
+    """Collects densities per (prompt, step, layer, head) in both token orders while a pipeline runs."""
+
+    def __init__(self, layers: int, grid: tuple[int, int, int], steps: set[int], branches: int = 2, p: float = 0.9):
+        self.layers, self.steps, self.branches, self.p = layers, steps, branches, p
+        self.order, self.calls = tile_order(grid), 0
+        self.rows: dict[str, list[torch.Tensor]] = {"raster": [], "tiles": []}  # each [H], layer by layer
+
+    def see(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """One self-attention call; calls come layer by layer, branch by branch, step by step."""
+        step = self.calls // (self.layers * self.branches)
+        self.calls += 1
+        if step not in self.steps:
+            return
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        self.rows["raster"].append(density(block_mass(q, k), self.p)[0])
+        self.rows["tiles"].append(density(block_mass(q[:, :, self.order], k[:, :, self.order]), self.p)[0])
+
+    def table(self, order: str) -> torch.Tensor:
+        """Mean density [L, H] over what was seen."""
+        return torch.stack(self.rows[order]).unflatten(0, (-1, self.layers)).mean(0)

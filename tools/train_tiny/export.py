@@ -1,0 +1,43 @@
+"""Turn a checkpoint into the pipeline folder that the package carries."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from . import model
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "heart_attention" / "tiny"
+
+
+def pipeline_from(state: dict, averaged: bool = True):
+    """The pipeline of a training state, with averaged weights unless told otherwise."""
+    transformer, text_encoder, tokenizer = model.initialise(state["seed"])
+    weights = state["ema" if averaged else "weights"]
+    for prefix, module in (("transformer.", transformer), ("text_encoder.", text_encoder)):
+        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        missing, unexpected = module.load_state_dict(own, strict=False)
+        # Buffers and tied copies are not parameters; anything else missing is a mistake.
+        if unexpected or set(missing) & {n for n, _ in module.named_parameters()}:
+            raise ValueError(f"checkpoint does not fit the model: missing {missing}, unexpected {unexpected}")
+    return model.build_pipeline(transformer, text_encoder, tokenizer, model.fit_codec(state["seed"]))
+
+
+def export(run: Path, out: Path) -> Path:
+    """Write ``out`` (a diffusers folder, safetensors) from ``run/checkpoint.pt``."""
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    pipeline_from(state).save_pretrained(out)
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    """``python -m tools.train_tiny.export --run runs/tiny``"""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, default=Path("runs/tiny"))
+    parser.add_argument("--out", type=Path, default=PACKAGE / "weights")
+    args = parser.parse_args(argv)
+    export(args.run, args.out)
+
+
+if __name__ == "__main__":
+    main()
