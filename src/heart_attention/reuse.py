@@ -20,7 +20,7 @@ from .errors import HeartError
 _CHUNK = 512  # tokens widened to fp32 at a time: stays in cache, and torch sums bf16 itself ten times slower
 
 
-# ---------------------------------------------------------------------------------------------- drift
+# ---------------------------------------- drift
 
 
 def pool(x: Tensor, seen: slice | Tensor | None = None) -> Tensor:
@@ -67,7 +67,7 @@ def _seen(x: Tensor, seen: slice | Tensor | None) -> Tensor:
     return x[:, :, seen] if isinstance(seen, slice) else x.index_select(2, seen)
 
 
-# ---------------------------------------------------------------------------------------------- layer gate
+# ---------------------------------------- layer gate
 
 
 def gate(
@@ -95,7 +95,7 @@ def gate(
     return ((want & ~(ratio < low)) | (ratio > high)) | ~cached
 
 
-# ---------------------------------------------------------------------------------------------- policies
+# ---------------------------------------- policies
 
 
 @dataclass
@@ -174,9 +174,7 @@ class TMR:
         """Raise unless a per-layer bound has one number for each of the model's layers."""
         limit = self.delta if self.relative is None else self.relative
         if isinstance(limit, tuple) and len(limit) != layers:
-            raise HeartError(
-                f"TMR has {len(limit)} per-layer bounds but the model has {layers} layers: give one each"
-            )
+            raise HeartError(f"TMR has {len(limit)} per-layer bounds but the model has {layers} layers: give one each")
 
     def refresh(self, drift: Tensor | None, state: ReuseState) -> Tensor:
         """Refresh iff drift > bound (NaN counts as beyond any bound), then the gate."""
@@ -231,7 +229,7 @@ class Always:
 POLICIES: dict[str, type] = {"TMR": TMR, "Interval": Interval, "Warmup": Warmup, "Always": Always}
 
 
-# ---------------------------------------------------------------------------------------------- checks
+# ---------------------------------------- checks
 
 
 def _limit(name: str, value: Any) -> float | tuple[float, ...]:

@@ -1,0 +1,506 @@
+"""One attention call: dense or sparse, which heads refresh, predict, plan, run; and the state all that needs.
+
+The engine is a handler of `models.intercept`, but knows nothing of diffusers: `heart.attention` drives it
+directly. State lives per (transformer, layer, guidance branch, first batch item) and, inside, per batch item
+and head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels, reuse, worth
+from .clock import Where
+from .config import HeartConfig, threshold_table
+from .errors import HeartError
+from .masks import BlockMask, ClusterMask, Packed, Text, tile_order
+from .stats import Laps, Recorder, Row, Stats
+
+log = logging.getLogger(__name__)
+
+Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
+EXPECTED_REFRESH = 0.3  # share of masks predicted anew, as long as a layer has shown nothing of its own
+
+
+@dataclass
+class LayerState:
+    """What one (transformer, layer, branch) remembers of a generation; bool and integer tensors are on the
+    CPU.
+    """
+
+    signature: tuple
+    backbone: Any
+    memory: Any  # the backbone's own: SVG2's centroids
+    cached: Tensor  # bool [B, H]: this head has a mask
+    refreshed_at: Tensor  # int64 [B, H]: step of its last refresh
+    anchor: Tensor | None = None  # features of that step, [2, B, H, (n,) D]
+    packed: Packed | None = None
+    plan: Any = None
+    density: Tensor | None = None  # float64 [B, H]
+    calls: int = 0
+    refreshed: float = 0.0  # heads refreshed after the first call, as shares of all
+    reason: str = ""  # why this layer runs dense at present
+    wait: int = 0  # calls until it is looked at again
+    patience: int = 1  # how long the next wait is
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held, by kind."""
+        return {
+            "masks": self.packed.nbytes if self.packed is not None else 0,
+            "plans": self.plan.nbytes if self.plan is not None else 0,
+            "anchors": self.anchor.nbytes if self.anchor is not None else 0,
+            "centroids": getattr(self.memory, "nbytes", 0),
+        }
+
+
+@dataclass
+class Call:
+    """One call on its way through the engine."""
+
+    where: Where
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    laps: Laps
+    text: Text | None
+    heads: list[int]  # the model's numbers of the heads at hand
+    tau: tuple[float, ...]  # their thresholds
+    step: int = 0
+    drift: Tensor | None = None
+    refresh: Tensor | None = field(default=None, repr=False)
+
+
+class Engine:
+    """Serves the attention of one model (or a pair of experts) as its config says.
+
+    Args:
+        config: what to do.
+        layers, heads: of each transformer.
+        transformers: how many share this engine.
+        overheads: measured costs to decide dense or sparse by; None measures them at first use.
+    """
+
+    def __init__(
+        self,
+        config: HeartConfig,
+        layers: int,
+        heads: int,
+        transformers: int = 1,
+        overheads: worth.Overheads | None = None,
+    ) -> None:
+        self.config, self.layers, self.heads, self.transformers = config, layers, heads, transformers
+        self.overheads = overheads
+        self.recorder = Recorder(layers, heads)
+        self.set_thresholds(config.thresholds)
+        if hasattr(config.reuse, "check"):
+            config.reuse.check(layers)
+        if config.kernel != "auto":
+            kernels.choose(name=config.kernel)  # raises with the reasons if it cannot serve here at all
+        self._states: dict[tuple, LayerState] = {}
+        self._kernels: dict[tuple, Any] = {}
+        self._orders: dict[tuple, Tensor | None] = {}
+
+    def set_thresholds(self, thresholds: Any) -> None:
+        """Other thresholds from now on (any form a config takes); masks made with the old ones are
+        dropped.
+        """
+        self._tau = threshold_table(thresholds, self.transformers, self.layers, self.heads)
+        self._all_dense = [[min(row) >= 1 for row in table] for table in self._tau]
+
+    # ---------------------------------------- the handler
+
+    def start_forward(self, where: Where) -> None:
+        """A forward of the transformer begins: nothing to do, state is found call by call."""
+
+    def passed_through(self, where: Where, reason: str) -> None:
+        """A call ran dense without coming here."""
+        self.recorder.add(Row(where.transformer, where.layer, where.step or 0, where.branch, Laps(), reason))
+
+    def reset(self) -> None:
+        """A generation is over: drop its masks, anchors and plans."""
+        if self._states:
+            self.recorder.memory = self.memory()
+        self._states.clear()
+        self.recorder.end_generation()
+
+    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor, dense: Dense) -> Tensor:
+        """Answer one attention call: q, k, v [B, H, N, D] -> [B, H, N, D]."""
+        laps = Laps(q.is_cuda)
+        reason = self._reason_dense(where, q, k)
+        if not reason:
+            out, reason = self._sparse(where, q, k, v, laps, dense)
+            if out is not None:
+                return out
+        return self._dense(where, q, k, v, laps, dense, reason)
+
+    def stats(self, wait: bool = False) -> Stats:
+        """What happened so far; `wait` for GPU times that are not known yet."""
+        return self.recorder.summary(self.config.to_dict() if _has_json(self.config) else None, self.memory(), wait)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of all caches by kind; after a generation, what they were at its end."""
+        if not self._states:
+            return self.recorder.memory
+        total = dict.fromkeys(("masks", "plans", "anchors", "centroids"), 0)
+        for state in self._states.values():
+            for kind, size in state.nbytes().items():
+                total[kind] += size
+        return total
+
+    # ---------------------------------------- dense
+
+    def _reason_dense(self, where: Where, q: Tensor, k: Tensor) -> str:
+        """Why this call runs dense, as far as can be said without looking at its values."""
+        config = self.config
+        if where.step is not None and where.step < config.dense_steps:
+            return "warm-up step"
+        if self._all_dense[where.transformer][where.layer]:
+            return "every threshold is 1"
+        if where.layer < config.dense_layers:
+            return "dense layer"
+        if q.shape != k.shape:
+            return "keys and queries of different shapes"
+        if q.requires_grad and torch.is_grad_enabled():
+            return "gradients are wanted"
+        return ""
+
+    def _dense(self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, dense: Dense, reason: str) -> Tensor:
+        out = dense(q, k, v)
+        laps.lap("dense")
+        step = where.step if where.step is not None else 0
+        self.recorder.add(Row(where.transformer, where.layer, step, where.branch, laps, reason))
+        return out
+
+    # ---------------------------------------- sparse
+
+    def _sparse(
+        self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, dense: Dense
+    ) -> tuple[Tensor | None, str]:
+        """The sparse output, or None and why the call had better run dense."""
+        texts = where.text
+        if not texts or all(text == texts[0] for text in texts):
+            return self._sparse_call(self._call(where, q, k, v, laps, texts[0] if texts else None))
+        outs: list[Tensor] = []  # prompts of different lengths: one batch item after the other
+        for i, text in enumerate(texts):
+            at = dataclasses.replace(where, item=where.item + i, text=[text])
+            part = self._call(at, q[i : i + 1], k[i : i + 1], v[i : i + 1], Laps(q.is_cuda), text)
+            out, reason = self._sparse_call(part)
+            if out is None:
+                out = self._dense(at, q, k, v, part.laps, dense, reason)[i : i + 1]
+            outs.append(out)
+        return torch.cat(outs), ""
+
+    def _call(self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, text: Text | None) -> Call:
+        heads = where.heads or list(range(where.head_offset, where.head_offset + q.shape[1]))
+        row = self._tau[where.transformer][where.layer]
+        text = text if text is not None and text.prompt + text.unused else None
+        return Call(where, q, k, v, laps, text, heads, tuple(row[h] for h in heads))
+
+    def _sparse_call(self, call: Call) -> tuple[Tensor | None, str]:
+        state = self._state(call)
+        if state.wait > 0:
+            state.wait -= 1
+            return None, state.reason
+        if not state.calls and not self._can_pay(call, state):
+            return None, self._postpone(state, call, "not worth it: too few tokens")
+        self._decide(call, state)
+        if bool(call.refresh.any()):  # type: ignore[union-attr]
+            self._refresh(call, state)
+        self._count(call, state)
+        reason = self._verdict(call, state)
+        if reason:
+            return None, reason
+        return self._run(call, state), ""
+
+    def _state(self, call: Call) -> LayerState:
+        """The state of this layer and branch; a new one if anything that masks depend on has changed."""
+        at, q = call.where, call.q
+        key = (at.transformer, at.layer, at.branch, at.item)
+        signature = (q.shape, q.dtype, q.device, call.text, at.grid, call.tau, tuple(call.heads), at.generation)
+        state = self._states.get(key)
+        if state is None or state.signature != signature:
+            backbone = self.config.backbone
+            if self.config.scale_clusters:
+                backbone = backbone.scaled_to(q.shape[2])
+            shape = q.shape[:2]
+            cached, at_step = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.int64)
+            state = self._states[key] = LayerState(signature, backbone, backbone.new_state(), cached, at_step)
+        call.step = at.step if at.step is not None else self.config.dense_steps + state.calls
+        return state
+
+    def _decide(self, call: Call, state: LayerState) -> None:
+        """Drift against the anchor and the policy's decision; refreshed heads get the present as their
+        anchor.
+        """
+        policy, at = self.config.reuse, call.where
+        now = None
+        norm = None
+        if policy.features is not None:
+            now = reuse.features(call.q, call.k, policy.features, _seen(call, state.backbone))
+            if state.anchor is None:
+                call.drift = torch.zeros(state.cached.shape)
+                norm = call.drift
+            else:
+                call.drift = reuse.drift(state.anchor, now).cpu()
+                norm = reuse.norm(state.anchor).cpu() if getattr(policy, "relative", 1) is not None else None
+        age = call.step - state.refreshed_at
+        view = reuse.ReuseState(state.cached, age, at.layer, call.step, norm, at.heads_total, _reducer(call))
+        call.refresh = policy.refresh(call.drift, view).cpu() | ~state.cached
+        if now is not None:
+            state.anchor = _renew(state.anchor, now, call.refresh)
+        state.refreshed_at[call.refresh] = call.step
+        call.drift = None if call.drift is None else call.drift.where(state.cached, float("nan"))
+        call.laps.lap("drift")
+
+    def _refresh(self, call: Call, state: LayerState) -> None:
+        """Predict masks for the heads that refresh and put them beside those that stay."""
+        assert call.refresh is not None
+        parts, index = self._predict(call, state)
+        state.cached |= call.refresh
+        if parts is not None:
+            whole = (
+                state.packed.unpack() if state.packed is not None else _full_like(parts, *call.q.shape[:2], call.text)
+            )
+            mask = whole.put(index, parts) if not bool(index.all()) else _reshape(parts, call.q.shape[0])
+            state.packed, state.plan = mask.packed(), None
+            state.density = mask.density().cpu()
+            self._choose_kernel(call, mask)
+        call.laps.lap("prediction")
+
+    def _predict(self, call: Call, state: LayerState) -> tuple[Any, Tensor]:
+        """Masks of the refreshing heads with τ < 1, [1, n] in row-major order, and which they are, bool [B,
+        H].
+        """
+        assert call.refresh is not None
+        at = call.where
+        order = self._order(call, state.backbone)
+        index = call.refresh & torch.tensor([t < 1 for t in call.tau])
+        found = []
+        for b in range(call.q.shape[0]):
+            for start, stop in _runs(index[b].tolist()):  # whole stretches of heads, so that q and k stay views
+                mask = state.backbone.predict(
+                    call.q[b : b + 1, start:stop],
+                    call.k[b : b + 1, start:stop],
+                    list(call.tau[start:stop]),
+                    state.memory,
+                    call.text,
+                    order=order,
+                    heads=call.heads[start:stop],
+                    key=(at.layer, at.branch, at.item + b),
+                )
+                found.append(mask)
+        return (_join(found) if found else None), index
+
+    def _count(self, call: Call, state: LayerState) -> None:
+        state.calls += 1
+        if state.calls > 1:
+            state.refreshed += float(call.refresh.float().mean())  # type: ignore[union-attr]
+
+    def _run(self, call: Call, state: LayerState) -> Tensor:
+        """Plan if the mask is new, and compute. The output is laid out as diffusers reads it: [B, N, H,
+        D].
+        """
+        assert state.packed is not None and call.refresh is not None and state.density is not None
+        kernel = self._kernels[_kind(call.q, state.packed)]
+        if state.plan is None:
+            state.plan = kernel.plan(state.packed.unpack())
+            call.laps.lap("planning")
+        batch, heads, n, _ = call.q.shape
+        out = call.q.new_empty((batch, n, heads, call.v.shape[-1])).transpose(1, 2)
+        out = kernel.run(state.plan, call.q, call.k, call.v, out=out)
+        call.laps.lap("attention")
+        at = call.where
+        self.recorder.add(
+            Row(
+                at.transformer,
+                at.layer,
+                call.step,
+                at.branch,
+                call.laps,
+                heads=call.heads if len(call.heads) < self.heads or at.heads else None,
+                density=state.density.mean(0).tolist(),
+                refreshed=call.refresh.float().mean(0).tolist(),
+                drift=None if call.drift is None else call.drift.nanmean(0).tolist(),
+            )
+        )
+        return out
+
+    # ---------------------------------------- dense or sparse
+
+    def _verdict(self, call: Call, state: LayerState) -> str:
+        """Why this layer runs dense although a mask was asked for; empty if sparse pays."""
+        if state.packed is None:
+            return "every threshold is 1"  # of the heads on this rank
+        if self._kernels[_kind(call.q, state.packed)] is None:
+            return "no kernel serves here"
+        costs = self._costs(call, state)
+        if costs is None:
+            return ""
+        assert state.density is not None
+        density, rate = float(state.density.mean()), self._refresh_rate(state)
+        if costs.pays(tuple(call.q.shape), density, rate, state.backbone):
+            state.patience = 1
+            return ""
+        return self._postpone(state, call, "not worth it: the masks keep too much")
+
+    def _can_pay(self, call: Call, state: LayerState) -> bool:
+        """Whether the sparsest mask could be quicker than dense; asked before anything is predicted."""
+        if self.config.force_sparse:
+            return True
+        try:
+            kernel = kernels.choose(None, call.q, self.config.kernel)
+        except HeartError:
+            return True  # the verdict after prediction says why
+        costs = self.overheads or worth.overheads(call.q, state.backbone, kernel)
+        least = worth.least_density(state.backbone, call.q.shape[2])
+        return costs.pays(tuple(call.q.shape), least, self._refresh_rate(state), state.backbone)
+
+    def _costs(self, call: Call, state: LayerState) -> worth.Overheads | None:
+        if self.config.force_sparse:
+            return None
+        kernel = self._kernels[_kind(call.q, state.packed)]
+        return self.overheads or worth.overheads(call.q, state.backbone, kernel)
+
+    def _refresh_rate(self, state: LayerState) -> float:
+        """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at
+        first.
+        """
+        if isinstance(self.config.reuse, reuse.Always):
+            return 1.0
+        seen = max(state.calls - 1, 0)
+        return (state.refreshed + 2 * EXPECTED_REFRESH) / (seen + 2)
+
+    def _postpone(self, state: LayerState, call: Call, reason: str) -> str:
+        """Run dense and look again later, less and less often. With heads on other ranks all must look
+        together.
+        """
+        state.reason = reason
+        if call.where.all_reduce is None:
+            state.wait, state.patience = state.patience, min(2 * state.patience, 16)
+        return reason
+
+    # ---------------------------------------- kernel and token order
+
+    def _choose_kernel(self, call: Call, mask: Any) -> None:
+        kind = _kind(call.q, mask)
+        if kind not in self._kernels:
+            try:
+                self._kernels[kind] = kernels.choose(mask, call.q, self.config.kernel)
+            except HeartError as error:
+                if self.config.kernel != "auto":
+                    raise
+                log.warning("dense attention: %s", error)
+                self._kernels[kind] = None
+
+    def _order(self, call: Call, backbone: Any) -> Tensor | None:
+        """The permutation into tiles, video first and prompt after it; None for raster."""
+        grid, n = call.where.grid, call.q.shape[2]
+        if self.config.order != "tiles" or grid is None or not hasattr(backbone, "block"):
+            return None
+        key = (grid, n, call.text, backbone.block, call.q.device)
+        if key not in self._orders:
+            self._orders[key] = _tiles(grid, n, call.text, backbone.block, call.q.device)
+        return self._orders[key]
+
+
+# ---------------------------------------- helpers
+
+
+def _tiles(grid: tuple[int, int, int], n: int, text: Text | None, block: int, device: Any) -> Tensor | None:
+    """Tile order of all tokens but the unused text slots."""
+    order = tile_order(grid, block)
+    video = torch.arange(n) if text is None else text.video_index(n)
+    if len(order) != len(video):
+        log.warning("raster order: a grid of %s does not hold the %d video tokens", grid, len(video))
+        return None
+    prompt = torch.arange(0) if text is None else torch.arange(text.start, text.start + text.prompt)
+    return torch.cat([video[order], prompt]).to(device)
+
+
+def _seen(call: Call, backbone: Any) -> slice | Tensor | None:
+    """The tokens the predictor sees: no unused slots, and for SVG2, which clusters video alone, no prompt."""
+    text, n = call.text, call.q.shape[2]
+    if text is None:
+        return None
+    if not hasattr(backbone, "q_clusters"):
+        return slice(0, n - text.unused) if text.end == n else None
+    return slice(0, text.start) if text.end == n else text.video_index(n, call.q.device)
+
+
+def _reducer(call: Call) -> Callable[[Tensor], Tensor] | None:
+    """Sums over ranks where the tensors of the model live, since NCCL knows nothing of the CPU."""
+    reduce = call.where.all_reduce
+    return None if reduce is None else lambda count: reduce(count.to(call.q.device)).cpu()
+
+
+def _renew(anchor: Tensor | None, now: Tensor, refresh: Tensor) -> Tensor:
+    """The anchor with refreshed heads taken from the present."""
+    if anchor is None or bool(refresh.all()):
+        return now
+    if not bool(refresh.any()):
+        return anchor
+    chosen = refresh.to(now.device).view(1, *refresh.shape, *(1,) * (now.dim() - 3))
+    return torch.where(chosen, now, anchor)
+
+
+def _runs(flags: list[bool]) -> list[tuple[int, int]]:
+    """Stretches of true entries as (start, stop)."""
+    edges = [i for i in range(len(flags) + 1) if (i > 0 and flags[i - 1]) != (i < len(flags) and flags[i])]
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def _join(masks: list[Any]) -> Any:
+    """Masks [1, n] side by side."""
+    first = masks[0]
+    if len(masks) == 1:
+        return first
+    parts = {name: torch.cat([getattr(m, name) for m in masks], 1) for name in first._per_head}
+    return dataclasses.replace(first, **parts)
+
+
+def _reshape(mask: Any, batch: int) -> Any:
+    """[1, B·H] as [B, H]."""
+    if batch == 1:
+        return mask
+    return mask._map(lambda x: x.view(batch, -1, *x.shape[2:]))
+
+
+def _full_like(mask: Any, batch: int, heads: int, text: Text | None) -> BlockMask | ClusterMask:
+    """A mask of the same kind that keeps everything, for heads with τ ≥ 1.
+
+    Clusters become equal stretches of tokens, which is what kernels like best; text keeps its two clusters.
+    """
+    grow = lambda x: x[:1, :1].expand(batch, heads, *x.shape[2:]).contiguous()  # noqa: E731
+    if isinstance(mask, BlockMask):
+        return dataclasses.replace(mask, blocks=torch.ones_like(grow(mask.blocks)))
+    kept, extra = torch.ones_like(grow(mask.map)), 0 if text is None else 2
+    if text is not None:  # unused slots attend only to themselves
+        kept[..., -1, :-1] = False
+        kept[..., :-1, -1] = False
+    q_labels = _even_labels(grow(mask.q_labels), kept.shape[2] - extra)
+    return ClusterMask(kept, q_labels, _even_labels(grow(mask.k_labels), kept.shape[3] - extra))
+
+
+def _even_labels(labels: Tensor, clusters: int) -> Tensor:
+    """Video tokens dealt to clusters in equal stretches; labels of text (from `clusters` up) stay."""
+    video = labels < clusters
+    place = video.long().cumsum(-1) - 1
+    count = int(video.sum(-1).flatten()[0])
+    return torch.where(video, place * clusters // count, labels).to(labels.dtype)
+
+
+def _kind(q: Tensor, mask: Any) -> tuple:
+    """What the choice of a kernel depends on."""
+    mask = mask.mask if isinstance(mask, Packed) else mask
+    return type(mask), q.dtype, q.device, q.shape[-1], q.shape[2]
+
+
+def _has_json(config: HeartConfig) -> bool:
+    return type(config.reuse).__name__ in reuse.POLICIES and hasattr(config.backbone, "to_dict")

@@ -1,0 +1,285 @@
+"""What happened: counters, densities, refreshes, drift and time by part; as a table to read and a dict to
+use.
+
+The engine writes one row for every attention call into a `Recorder`; `Recorder.summary()` makes a `Stats`.
+Sums over calls are kept since enabling, single rows only for the last generation, so memory does not grow
+with use.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PARTS = ("drift", "prediction", "planning", "attention", "dense")
+
+
+class Laps:
+    """Time of consecutive parts of one call: perf_counter on a CPU, events on CUDA (which nobody waits
+    for).
+    """
+
+    __slots__ = ("cuda", "marks")
+
+    def __init__(self, cuda: bool = False) -> None:
+        self.cuda = cuda
+        self.marks: list[tuple[str, Any]] = [("", self._now())]
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, part: str) -> None:
+        """What was done since the last mark was this part."""
+        self.marks.append((part, self._now()))
+
+    def seconds(self, wait: bool = False) -> dict[str, float] | None:
+        """Seconds a part; None while the GPU has not got there yet and nobody wants to wait."""
+        if self.cuda:
+            if wait:
+                self.marks[-1][1].synchronize()
+            elif not self.marks[-1][1].query():
+                return None
+        spent: dict[str, float] = {}
+        for (_, before), (part, after) in zip(self.marks, self.marks[1:]):
+            gone = before.elapsed_time(after) / 1e3 if self.cuda else after - before
+            spent[part] = spent.get(part, 0.0) + gone
+        return spent
+
+
+@dataclass(slots=True)
+class Row:
+    """One attention call; lists have one number a head, averaged over batch items."""
+
+    transformer: int
+    layer: int
+    step: int
+    branch: str
+    laps: Laps
+    reason: str = ""  # why it ran dense; empty if it ran sparse
+    heads: list[int] | None = None  # the model's numbers of the heads at hand, None for all
+    density: list[float] | None = None
+    refreshed: list[float] | None = None
+    drift: list[float] | None = None
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over calls: everything a mean is made of."""
+
+    calls: int = 0
+    dense: int = 0
+    heads: int = 0  # head slots of sparse calls
+    refreshed: float = 0.0
+    density: float = 0.0  # over head slots of sparse calls
+    drifts: int = 0
+    drift: float = 0.0
+    drift_max: float = 0.0
+    time: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def add(self, row: Row) -> None:
+        """Count one call (its time comes apart, when it is known)."""
+        self.calls += 1
+        if row.reason:
+            self.dense += 1
+        elif row.density is not None and row.refreshed is not None:
+            self.heads += len(row.density)
+            self.density += sum(row.density)
+            self.refreshed += sum(row.refreshed)
+        if row.drift is not None:
+            known = [x for x in row.drift if not math.isnan(x)]
+            self.drifts += len(known)
+            self.drift += sum(known)
+            self.drift_max = max([self.drift_max, *known])
+
+    def add_time(self, seconds: dict[str, float]) -> None:
+        """Count the time of one call."""
+        for part, spent in seconds.items():
+            self.time[part] += spent
+
+    def to_dict(self) -> dict[str, Any]:
+        """Means and totals; None where nothing was counted."""
+        return {
+            "calls": self.calls,
+            "dense_calls": self.dense,
+            "refresh_rate": self.refreshed / self.heads if self.heads else None,
+            "density": self.density / self.heads if self.heads else None,
+            "drift": self.drift / self.drifts if self.drifts else None,
+            "drift_max": self.drift_max if self.drifts else None,
+            "time": {**self.time, "total": sum(self.time.values())},
+        }
+
+
+class Recorder:
+    """Takes rows from the engine; keeps sums since enabling and the rows of the last generation."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.layers, self.heads = layers, heads
+        self.notes: list[str] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.generations = 0
+        self.total = Sums()
+        self.by_layer: dict[tuple[int, int], Sums] = {}
+        self.by_step: dict[int, Sums] = {}
+        self.reasons: Counter[str] = Counter()
+        self.rows: list[Row] = []
+        self.memory: dict[str, int] = {}
+        self._pending: list[Row] = []
+        self._over = True
+
+    def end_generation(self) -> None:
+        """The next row opens a new generation."""
+        self._over = True
+
+    def add(self, row: Row) -> None:
+        """Take one call."""
+        if self._over:
+            self._over = False
+            self.generations += 1
+            self.rows.clear()
+            self.settle()
+        self.rows.append(row)
+        for sums in self._sums(row):
+            sums.add(row)
+        if row.reason:
+            self.reasons[row.reason] += 1
+        if row.laps.cuda:
+            self._pending.append(row)
+        else:
+            self._add_time(row, row.laps.seconds())
+
+    def settle(self, wait: bool = False) -> None:
+        """Take in GPU times that have become known; wait for all of them if asked."""
+        waiting = []
+        for row in self._pending:
+            seconds = row.laps.seconds(wait)
+            if seconds is None:
+                waiting.append(row)
+            else:
+                self._add_time(row, seconds)
+        self._pending = waiting
+
+    def _sums(self, row: Row) -> tuple[Sums, Sums, Sums]:
+        layer = self.by_layer.setdefault((row.transformer, row.layer), Sums())
+        return self.total, layer, self.by_step.setdefault(row.step, Sums())
+
+    def _add_time(self, row: Row, seconds: dict[str, float] | None) -> None:
+        for sums in self._sums(row):
+            sums.add_time(seconds or {})
+
+    def summary(self, config: Any = None, memory: dict[str, int] | None = None, wait: bool = False) -> Stats:
+        """All of it as data."""
+        self.settle(wait)
+        layers = [{"transformer": t, "layer": i, **s.to_dict()} for (t, i), s in sorted(self.by_layer.items())]
+        data = {
+            "schema": 1,
+            "config": config,
+            "notes": list(self.notes),
+            "generations": self.generations,
+            **self.total.to_dict(),
+            "dense_reasons": dict(self.reasons),
+            "untimed_calls": len(self._pending),
+            "memory": dict(memory or self.memory),
+            "layers": layers,
+            "steps": [{"step": i, **s.to_dict()} for i, s in sorted(self.by_step.items())],
+            "records": self._records(),
+        }
+        return Stats(data)
+
+    def _records(self) -> list[dict[str, Any]]:
+        """The last generation as arrays [layer][step][head], one set for each transformer and branch."""
+        groups: dict[tuple[int, str], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.transformer, row.branch), []).append(row)
+        return [self._record(t, branch, rows) for (t, branch), rows in groups.items()]
+
+    def _record(self, transformer: int, branch: str, rows: list[Row]) -> dict[str, Any]:
+        steps = sorted({row.step for row in rows})
+        place = {step: i for i, step in enumerate(steps)}
+        blank = lambda: [[[None] * self.heads for _ in steps] for _ in range(self.layers)]  # noqa: E731
+        record: dict[str, Any] = {name: blank() for name in ("density", "refreshed", "drift")}
+        dense = [[None] * len(steps) for _ in range(self.layers)]
+        for row in rows:
+            where = row.layer, place[row.step]
+            dense[row.layer][place[row.step]] = bool(row.reason)  # type: ignore[call-overload]
+            self._fill(record["density"], where, row, row.density if not row.reason else 1.0)
+            self._fill(record["refreshed"], where, row, row.refreshed if not row.reason else 0.0)
+            self._fill(record["drift"], where, row, row.drift)
+        return {"transformer": transformer, "branch": branch, "steps": steps, "dense": dense, **record}
+
+    def _fill(self, table: list, where: tuple[int, int], row: Row, values: list[float] | float | None) -> None:
+        """Write one number a head; a layer that is called item by item keeps the last item's."""
+        if values is None:
+            return
+        heads = row.heads if row.heads is not None else range(self.heads)
+        cells = table[where[0]][where[1]]
+        for i, head in enumerate(heads):
+            value = values if isinstance(values, float) else values[i]
+            cells[head] = None if math.isnan(value) else round(value, 6)
+
+
+class Stats:
+    """What HEART did since it was enabled; `print` it, or take `to_dict()`."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types: totals, means by layer and by step, and records of the last generation.
+
+        `records` has, for every transformer and guidance branch, arrays [layer][step][head] of density,
+        refreshed and drift (None where there was nothing to measure), and `dense` [layer][step].
+        """
+        return self._data
+
+    def __getitem__(self, name: str) -> Any:
+        return self._data[name]
+
+    def __str__(self) -> str:
+        return "\n".join([*self._summary_lines(), "", *self._layer_lines()])
+
+    def _summary_lines(self) -> list[str]:
+        d = self._data
+        lines = [f"note: {note}" for note in d["notes"]]
+        lines.append(
+            f"{d['generations']} generation(s), {d['calls']} attention calls: density {_number(d['density'])}, "
+            f"refresh rate {_number(d['refresh_rate'])}, drift mean {_number(d['drift'])} max {_number(d['drift_max'])}"
+        )
+        reasons = ", ".join(f"{count} {reason}" for reason, count in d["dense_reasons"].items())
+        lines.append(f"dense: {d['dense_calls']} calls" + (f" ({reasons})" if reasons else ""))
+        total = d["time"]["total"]
+        shares = ", ".join(f"{part} {d['time'][part]:.3f}" for part in PARTS)
+        lines.append(f"time: {total:.3f} s ({shares})")
+        if d["memory"]:
+            sizes = ", ".join(f"{name} {size / 2**20:.2f} MB" for name, size in d["memory"].items())
+            lines.append(f"cache: {sizes}")
+        if d["untimed_calls"]:
+            lines.append(
+                f"{d['untimed_calls']} calls not timed yet: the GPU is still busy (stats(pipe, wait=True) waits)"
+            )
+        return lines
+
+    def _layer_lines(self) -> list[str]:
+        head = f"{'layer':>7} {'calls':>6} {'dense':>6} {'density':>8} {'refresh':>8} {'drift':>8}"
+        lines = [head + "".join(f"{part + ' ms':>14}" for part in PARTS)]
+        for row in self._data["layers"]:
+            name = f"{row['transformer']}.{row['layer']}" if row["transformer"] else str(row["layer"])
+            cells = f"{name:>7} {row['calls']:>6} {row['dense_calls']:>6} {_number(row['density']):>8} "
+            cells += f"{_number(row['refresh_rate']):>8} {_number(row['drift']):>8}"
+            lines.append(cells + "".join(f"{row['time'][part] * 1e3:>14.2f}" for part in PARTS))
+        return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
