@@ -104,6 +104,7 @@ class Engine:
         if config.kernel != "auto":
             kernels.choose(name=config.kernel)  # raises with the reasons if it cannot serve here at all
         self._states: dict[tuple, LayerState] = {}
+        self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
         self._orders: dict[tuple, Tensor | None] = {}
 
@@ -128,7 +129,18 @@ class Engine:
         if self._states:
             self.recorder.memory = self.memory()
         self._states.clear()
+        self._last.clear()
         self.recorder.end_generation()
+
+    def turn(self, where: Where) -> None:
+        """For callers without a clock: a step not later than a layer's and branch's last begins a
+        generation.
+        """
+        key = (where.transformer, where.layer, where.branch, where.item)
+        last = self._last.get(key)
+        if where.step is not None and last is not None and where.step <= last:
+            self.reset()
+        self._last[key] = where.step
 
     def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor, dense: Dense) -> Tensor:
         """Answer one attention call: q, k, v [B, H, N, D] -> [B, H, N, D]."""

@@ -1,0 +1,209 @@
+"""What a user calls: enable, enabled, disable, stats, record, attention."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import config as configs
+from .clock import Where
+from .config import HeartConfig
+from .engine import Engine
+from .errors import HeartError
+from .files import read_json
+from .stats import Stats
+
+__all__ = ["attention", "disable", "enable", "enabled", "record", "stats"]
+
+
+def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
+    """Let HEART serve the video attention of a pipeline or transformer until `disable`.
+
+    Args:
+        model: a diffusers video pipeline, or its transformer alone.
+        config: "xattention" or "svg2" (the preset for this model), a preset's name, a `HeartConfig`, or a
+            JSON
+            file with one (or with a calibration).
+        changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
+    """
+    from .models import family_of, intercept
+
+    transformers = _transformers(model)
+    if any(intercept.attachment_of(t) is not None for t in transformers):
+        raise HeartError(f"HEART is already enabled on this {type(model).__name__}: call heart.disable(...) first")
+    chosen, note = resolve(config, transformers[0], len(transformers) > 1)
+    chosen = chosen.replace(**changes) if changes else chosen
+    shapes = {_shape(family_of(t), t) for t in transformers}
+    if len(shapes) > 1:
+        raise HeartError(
+            f"the pipeline's transformers differ in (layers, heads): {sorted(shapes)}; enable one at a time"
+        )
+    _check(chosen, transformers)
+    layers, heads = shapes.pop()
+    engine = Engine(chosen, layers, heads, len(transformers))
+    if note.startswith("no preset"):
+        engine.recorder.notes.append(note)
+    if _is_pipeline(model):
+        intercept.attach_pipeline(model, engine)
+    else:
+        intercept.attach(model, engine)
+
+
+@contextmanager
+def enabled(model: Any, config: Any = "xattention", **changes: Any) -> Iterator[Any]:
+    """`enable` for the length of a `with` block; gives the model."""
+    enable(model, config, **changes)
+    try:
+        yield model
+    finally:
+        if _attachments(model):
+            disable(model)
+
+
+def disable(model: Any) -> None:
+    """Leave the model as it was before `enable`."""
+    found = _attachments(model)
+    if not found:
+        raise HeartError(f"HEART is not enabled on this {type(model).__name__}: there is nothing to disable")
+    for attachment in found:
+        attachment.detach()
+        attachment.handler.reset()
+
+
+def stats(model: Any, wait: bool = False) -> Stats:
+    """What HEART did since it was enabled: print it, or take `.to_dict()`.
+
+    `wait` waits for the GPU where times are not known yet; otherwise nothing is synchronised.
+    """
+    if isinstance(model, Engine):
+        return model.stats(wait)
+    found = _attachments(model)
+    if not found:
+        raise HeartError(f"HEART is not enabled on this {type(model).__name__}: call heart.enable(...) before it runs")
+    return found[0].handler.stats(wait)
+
+
+def record(model: Any, **options: Any) -> Any:
+    """`with heart.record(pipe) as r: pipe(...)`: q, k, v by (generation, step, branch, layer), for
+    studies.
+    """
+    from .record import record as start
+
+    return start(model, **options)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    where: Where | Mapping[str, Any] | tuple,
+    state: Engine,
+    dense: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """One attention call of another inference engine, q, k, v [B, H, N, D] -> [B, H, N, D].
+
+    Args:
+        where: (layer, step, branch), a dict with these and more of `Where`'s fields (grid, text), or a
+            `Where`.
+        state: an `Engine(config, layers, heads)`: one per model, kept between calls. A step that is not later
+            than
+            the last one of its layer and branch begins a new generation.
+        dense: what computes dense attention; PyTorch's own by default.
+    """
+    at = _where(where)
+    if not isinstance(state, Engine):
+        raise HeartError(f"state is {type(state).__name__}: make one Engine(config, layers, heads) and keep it")
+    if q.dim() != 4 or q.shape[1] + at.head_offset > state.heads:
+        raise HeartError(f"q has shape {tuple(q.shape)} but the state is for {state.heads} heads: give [B, H, N, D]")
+    if not (0 <= at.layer < state.layers and 0 <= at.transformer < state.transformers):
+        raise HeartError(f"layer {at.layer} is none of the state's {state.layers}: count layers from 0")
+    state.turn(at)
+    return state.attend(at, q, k, v, dense or F.scaled_dot_product_attention)
+
+
+def resolve(config: Any, transformer: Any = None, two: bool = False) -> tuple[HeartConfig, str]:
+    """A config from any of the forms `enable` takes, with a line that says where it came from."""
+    if isinstance(config, HeartConfig):
+        return config, "the given config"
+    if isinstance(config, Mapping):
+        return HeartConfig.from_dict(config), "the given config"
+    if isinstance(config, str) and not config.endswith(".json"):
+        return configs.preset(config, transformer, two)
+    if not isinstance(config, str | os.PathLike):
+        raise HeartError(f"config is {config!r}: give 'xattention', 'svg2', a preset, a HeartConfig or a JSON file")
+    data = read_json(config)
+    if isinstance(data, dict) and data.get("_type") == "HeartConfig":
+        return HeartConfig.from_dict(data), f"config {config}"
+    return _from_calibration(config, transformer, two)
+
+
+def _from_calibration(path: Any, transformer: Any, two: bool) -> tuple[HeartConfig, str]:
+    """The preset for this model with a calibration's backbone settings and thresholds."""
+    from . import backbones
+    from .calibration.file import Calibration
+
+    calibration = Calibration.load(path)
+    backbone = calibration.backbone
+    backbone = backbones.from_dict(backbone) if isinstance(backbone, dict) else backbone
+    base, _ = configs.preset(backbone.name, transformer, two)
+    return base.replace(backbone=backbone, thresholds=calibration), f"calibration {path}"
+
+
+# ---------------------------------------- finding the model
+
+
+def _is_pipeline(model: Any) -> bool:
+    return getattr(model, "transformer", None) is not None and hasattr(model, "scheduler")
+
+
+def _transformers(model: Any) -> list[Any]:
+    """The transformers of a pipeline (Wan2.2 has two), or the transformer itself."""
+    if not _is_pipeline(model):
+        if hasattr(model, "scheduler") and not hasattr(model, "forward"):
+            raise HeartError(f"{type(model).__name__} has no transformer: HEART serves diffusers video transformers")
+        return [getattr(model, "_orig_mod", model)]
+    pair = [model.transformer, getattr(model, "transformer_2", None)]
+    return [getattr(t, "_orig_mod", t) for t in pair if t is not None]
+
+
+def _attachments(model: Any) -> list[Any]:
+    """HEART's attachments to the model's transformers (not those of a recording or calibration)."""
+    from .models import intercept
+
+    found = [intercept.attachment_of(t) for t in _transformers(model) if hasattr(t, "__dict__")]
+    return [a for a in found if a is not None and isinstance(a.handler, Engine)]
+
+
+def _shape(family: Any, transformer: Any) -> tuple[int, int]:
+    """(layers, heads) of the attention that would be served."""
+    layers = family.find(transformer)
+    if not layers:
+        name = type(transformer).__name__
+        raise HeartError(f"this {name} has no attention layer that HEART knows: is it a complete video transformer?")
+    heads = getattr(layers[0][1], "heads", None) or transformer.config.num_attention_heads
+    return len(layers), heads
+
+
+def _check(config: HeartConfig, transformers: list[Any]) -> None:
+    """A config or calibration made for another model is refused here, before anything is touched."""
+    for transformer in transformers:
+        configs.check_model(config, transformer)
+        if hasattr(config.thresholds, "check"):
+            config.thresholds.check(transformer)
+
+
+def _where(where: Any) -> Where:
+    if isinstance(where, Where):
+        return where
+    try:
+        if isinstance(where, Mapping):
+            return Where(**where)
+        layer, step, branch = where
+        return Where(layer=layer, step=step, branch=str(branch))
+    except (TypeError, ValueError):
+        raise HeartError(f"where is {where!r}: give (layer, step, branch), or a dict with these names") from None
