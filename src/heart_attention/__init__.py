@@ -15,6 +15,7 @@ _PUBLIC = {
     "stats": "api",
     "record": "api",
     "attention": "api",
+    "Engine": "engine",
     "HeartConfig": "config",
     "PRESETS": "config",
     "XAttention": "backbones",
