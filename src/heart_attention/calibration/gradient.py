@@ -1,0 +1,386 @@
+"""Calibration by gradients: what every move of every head does to the velocity error, from one backward pass.
+
+Notation: head outputs o, velocity y, error `e = ⟨ε, Wε⟩/‖y‖²` (the spectral error as a quadratic form), δ_k the
+change of a head's output when its threshold moves to candidate k, g the gradient of a functional of the
+velocity with respect to a head's output. At an assignment of thresholds (or at the dense model):
+
+- cotangent `2Wε/‖y‖²` gives `m_k = ⟨g, δ_k⟩`: the first-order change of the *joint* error, with all cross-head
+  and cross-layer terms in it;
+- a random cotangent `W^½ n/‖y‖`, n standard normal, gives `E[⟨g, δ_k⟩²] = ‖W^½ J δ_k‖²/‖y‖²`: the head's own
+  second-order term, at the dense model the paper's isolated error. Summing g·δ over cells of 2×2×2 tokens,
+  squaring, and adding the cells up needs one draw where the plain square needs dozens.
+
+The model is differentiated block by block from stored block inputs: each block is run again with gradients, its
+graph is cut at the attention outputs, and attention itself is differentiated by hand over the kept blocks only.
+So memory is that of one block's graph plus one stream a block. Masks are constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import HeartError
+from . import draws
+from . import error as errors
+from .heads import DENSE, Call, Spec
+from .replay import Replay, Stream, frozen
+from .trajectory import Context
+
+CELL = 2  # tokens a side of the cells that the random cotangent's products are summed over
+
+Choice = Sequence[Sequence[int]]  # [L][H]: index of a candidate, or DENSE
+
+
+# --- attention, differentiated by hand ---
+
+
+def rows_of(mask: Any, head: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Query tokens and kept key tokens of every row of blocks or clusters of one head; mask of one item."""
+    if hasattr(mask, "blocks"):
+        kept, device = mask.blocks[0, head], mask.device
+        owner = torch.arange(mask.n_k, device=device) // mask.block
+        order = mask.order if mask.order is not None else torch.arange(mask.n_q, device=device)
+        queries = list(order.split(mask.block))
+        keys = [order[row[owner]] for row in kept]
+        if mask.tail:
+            tail = torch.arange(mask.n_q, mask.n_q + mask.tail, device=device)
+            queries, keys = [*queries, tail], [*keys, tail]
+        return queries, keys
+    kept, q_labels, k_labels = mask.map[0, head], mask.q_labels[0, head].long(), mask.k_labels[0, head].long()
+    queries = [(q_labels == c).nonzero().squeeze(-1) for c in range(kept.shape[0])]
+    used = [c for c, q in enumerate(queries) if len(q)]
+    return [queries[c] for c in used], [kept[c][k_labels].nonzero().squeeze(-1) for c in used]
+
+
+def attention_backward(
+    mask: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grads: Sequence[Tensor], scale: float | None = None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(dq, dk, dv) for each cotangent in `grads`, all [1, H, N, D]: softmax is recomputed over the kept keys only.
+
+    All cotangents are taken together, so that each row's probabilities are computed once.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    made = [tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)) for _ in grads]
+    for h in range(q.shape[1]):
+        cotangents = torch.stack([g[0, h] for g in grads]).float()  # [G, N, D]
+        head = (q[0, h].float(), k[0, h].float(), v[0, h].float())
+        inner = (cotangents * out[0, h].float()).sum(-1, keepdim=True)  # [G, N, 1]
+        results = [[x.new_zeros(x.shape) for x in head] for _ in grads]
+        for rows, cols in zip(*rows_of(mask, h)):
+            _row_backward(head, rows, cols, cotangents, inner, scale, results)
+        for (dq, dk, dv), (a, b, c) in zip(made, results):
+            dq[0, h], dk[0, h], dv[0, h] = a.to(dq.dtype), b.to(dk.dtype), c.to(dv.dtype)
+    return made
+
+
+def _row_backward(
+    head: tuple[Tensor, Tensor, Tensor], rows: Tensor, cols: Tensor, cotangents: Tensor, inner: Tensor, scale: float,
+    results: list[list[Tensor]],
+) -> None:  # fmt: skip
+    """Add one row's part: P = softmax(qkᵀ), dS = P∘(g vᵀ − ⟨g, o⟩), dq = dS k, dk = dSᵀ q, dv = Pᵀ g."""
+    q, k, v = head[0][rows], head[1][cols], head[2][cols]  # [r, D], [c, D], [c, D]
+    p = torch.softmax((q * scale) @ k.T, dim=-1)  # [r, c]
+    for g, i, (dq, dk, dv) in zip(cotangents, inner, results):
+        g_row = g[rows]
+        ds = (g_row @ v.T).sub_(i[rows]).mul_(p)
+        dq[rows] = (ds @ k).mul_(scale)
+        dk.index_add_(0, cols, ds.T @ q, alpha=scale)
+        dv.index_add_(0, cols, p.T @ g_row)
+
+
+# --- cells ---
+
+
+def cell_index(n: int, grid: tuple[int, int, int] | None, text: Any) -> Tensor:
+    """The cell of each of n tokens: 2×2×2 of the video's grid; text tokens and odd sequences in runs of eight."""
+    video = n if text is None else text.video_count(n)
+    if grid is None or math.prod(grid) != video:
+        return torch.arange(n) // CELL**3
+    t, h, w = (torch.arange(s) // CELL for s in grid)
+    rows, cols = int(h[-1]) + 1, int(w[-1]) + 1
+    cells = ((t[:, None, None] * rows + h[:, None]) * cols + w).flatten()
+    if text is None:
+        return cells
+    index = torch.arange(n) // CELL**3 + int(cells[-1]) + 1
+    index[text.video_index(n)] = cells
+    return index
+
+
+def cell_sums(values: Tensor, cells: Tensor) -> Tensor:
+    """Sums of values [..., N] over cells, float64 [..., cells]."""
+    out = torch.zeros(*values.shape[:-1], int(cells.max()) + 1, dtype=torch.float64, device=values.device)
+    return out.index_add_(-1, cells.to(values.device), values.double())
+
+
+# --- one context ---
+
+
+@dataclass
+class Pass:
+    """What one context says at one assignment; arrays are float64 [L, H, K]."""
+
+    error: float
+    bands: list[float]
+    sparsity: np.ndarray  # of every candidate, on the q and k of this assignment
+    own: np.ndarray  # [L, H]: of the assignment itself
+    first: np.ndarray  # m: first-order change of the joint error (zeros for the dense assignment)
+    second: np.ndarray  # D: the cell-diagonal self term
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        arrays = {n: getattr(self, n).tolist() for n in ("sparsity", "own", "first", "second")}
+        return {"error": self.error, "bands": self.bands, **arrays}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Pass:
+        """The inverse of `to_dict`."""
+        arrays = {n: np.asarray(data[n], dtype=np.float64) for n in ("sparsity", "own", "first", "second")}
+        return cls(data["error"], list(data["bands"]), **arrays)
+
+
+@dataclass
+class _Branch:
+    """One guidance branch on its way forward and back."""
+
+    name: str
+    inputs: dict[str, Any]
+    output: Tensor
+    streams: list[Stream]
+    masks: dict[tuple[int, int], Any]  # (layer, item) -> masks of the candidates
+    products: dict[int, Tensor] = field(default_factory=dict)  # layer -> [G, K, H, cells]
+
+
+def forward(replay: Replay, context: Context, spec: Spec, choice: Choice, keep: bool = True) -> list[_Branch]:
+    """All branches at an assignment, with block inputs and masks kept for the way back (or neither)."""
+    made = []
+    for branch in context.branches:
+        masks: dict[tuple[int, int], Any] = {}
+
+        def serve(
+            where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, masks: dict = masks, name=branch.name
+        ) -> Tensor:
+            call = Call(spec, where, name, q, k, v)
+            masks[where.layer, where.item] = call.masks
+            picked = choice[where.layer]
+            return call.mixed(picked, dense(q, k, v) if DENSE in picked else None)
+
+        with torch.no_grad(), replay.tap.serving(serve):
+            if keep:
+                output, streams = replay.forward_recorded(branch.inputs)
+            else:
+                output, streams = replay.forward(branch.inputs), []
+        made.append(_Branch(branch.name, branch.inputs, output, streams, masks))
+    return made
+
+
+def verify(
+    replay: Replay, context: Context, spec: Spec, choice: Choice, measure: errors.ErrorMeasure
+) -> dict[str, Any]:
+    """The true joint error and realised sparsity of an assignment in one context: plain forwards."""
+    own: list[Tensor] = []
+    found = []
+    only = [_OwnThresholds(spec, row) for row in choice]
+    for branch in context.branches:
+
+        def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, name: str = branch.name) -> Tensor:
+            picked = choice[where.layer]
+            call = Call(only[where.layer].spec, where, name, q, k, v)
+            local = only[where.layer].local
+            own.append(_own_sparsity(call, local))
+            return call.mixed(local, dense(q, k, v) if DENSE in picked else None)
+
+        with torch.no_grad(), replay.tap.serving(serve):
+            found.append(replay.forward(branch.inputs))
+    velocity, reference = context.combine(found), context.reference()
+    layers = len(choice)
+    sparsity = torch.stack(own).unflatten(0, (len(context.branches), -1)).mean(0)
+    if sparsity.shape[0] != layers:  # several calls a layer: models that attend item by item
+        sparsity = sparsity.unflatten(0, (layers, -1)).mean(1)
+    return {
+        "error": measure.measure(velocity, reference),
+        "bands": errors.bands(velocity, reference).tolist(),
+        "sparsity": sparsity.tolist(),
+    }
+
+
+class _OwnThresholds:
+    """A spec with only the candidates that a layer's heads have chosen, and the choice in those terms."""
+
+    def __init__(self, spec: Spec, row: Sequence[int]):
+        used = sorted({c for c in row if c != DENSE}) or [0]
+        self.spec = Spec(spec.backbone, tuple(spec.candidates[c] for c in used), spec.order, spec.kernel)
+        self.local = [used.index(c) if c != DENSE else DENSE for c in row]
+
+
+def _own_sparsity(call: Call, choice: Sequence[int]) -> Tensor:
+    """Sparsity of each head with its own candidate, [H]."""
+    table = call.sparsity()
+    return torch.stack([table[c, h] if c != DENSE else table.new_zeros(()) for h, c in enumerate(choice)])
+
+
+def differentiate(
+    replay: Replay, context: Context, spec: Spec, choice: Choice, measure: errors.QuadraticError, seed: int,
+    draw: int = 0,
+) -> Pass:  # fmt: skip
+    """One forward at `choice`, one way back with both cotangents (only the random one at the dense assignment)."""
+    if not isinstance(measure, errors.QuadraticError):
+        raise HeartError(
+            f"the error {measure.name!r} is not a quadratic form of the velocity, so gradients cannot calibrate with "
+            "it: choose spectral or mse, or --method probes"
+        )
+    branches = forward(replay, context, spec, choice)
+    reference = context.reference()
+    velocity = context.combine([b.output for b in branches])
+    scale = errors.denominator(reference)
+    isolated = all(c == DENSE for row in choice for c in row)
+    cotangents = [measure.apply_sqrt(_noise(context, reference, seed, draw)) / math.sqrt(scale)]
+    if not isolated:
+        cotangents.append(2 * measure.apply_weight(velocity - reference) / scale)
+    spread = [context.spread(c) for c in cotangents]
+    with frozen(replay.transformer):
+        for i, branch in enumerate(branches):
+            _backward(replay, spec, choice, branch, [s[i] for s in spread])
+    return _collect(context, branches, choice, measure, velocity, reference, spec)
+
+
+def _noise(context: Context, like: Tensor, seed: int, draw: int) -> Tensor:
+    key = draws.torch_seed(seed, "cotangent", context.prompt, context.step, draw)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(key)).to(like.device)
+
+
+def _backward(replay: Replay, spec: Spec, choice: Choice, branch: _Branch, cotangents: list[Tensor]) -> None:
+    """Walk the blocks from last to first with all cotangents, collecting products at every attention call."""
+    flowing: list[tuple[Tensor, ...]] = [(c,) for c in cotangents]
+    for block in reversed(range(replay.blocks(branch.inputs))):
+        flowing = _block_backward(replay, spec, choice, branch, block, flowing)
+        branch.streams.pop()
+
+
+def _block_backward(
+    replay: Replay, spec: Spec, choice: Choice, branch: _Branch, block: int, flowing: list[tuple[Tensor, ...]]
+) -> list[tuple[Tensor, ...]]:
+    leaves = tuple(s.detach().requires_grad_() for s in branch.streams[block])
+    cuts: list[tuple[Call, Tensor, Tensor]] = []  # calls in order, with the plain output and the leaf in its place
+
+    def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
+        with torch.no_grad():
+            call = Call(spec, where, branch.name, q, k, v, branch.masks[where.layer, where.item])
+            out = call.mixed(choice[where.layer], dense(q, k, v) if DENSE in choice[where.layer] else None)
+        leaf = out.detach().requires_grad_()
+        cuts.append((call, out, leaf))
+        return leaf
+
+    with torch.enable_grad(), replay.tap.serving(serve):
+        after = replay.advance(branch.inputs, block, leaves)
+    sums = [_grad(after, (*leaves, *(leaf for *_, leaf in cuts)), c) for c in flowing]
+    totals = [list(s[: len(leaves)]) for s in sums]
+    at_cuts = [list(s[len(leaves) :]) for s in sums]
+    for n in reversed(range(len(cuts))):
+        call, out, _ = cuts[n]
+        grads = [g[n] for g in at_cuts]
+        _contract(branch, call, out, grads, choice[call.layer])
+        earlier = (*leaves, *(leaf for *_, leaf in cuts[:n]))
+        if earlier:  # before the first block nothing depends on any head
+            for i, triple in enumerate(_call_backward(call, out, grads, choice[call.layer])):
+                back = _grad((call.q, call.k, call.v), earlier, triple)
+                for at, b in enumerate(back):
+                    target, place = (totals[i], at) if at < len(leaves) else (at_cuts[i], at - len(leaves))
+                    target[place] = target[place] + b
+    return [tuple(t) for t in totals]
+
+
+def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangent: Sequence[Tensor]) -> list[Tensor]:
+    pairs = [(o, c) for o, c in zip(outputs, cotangent) if o.requires_grad]
+    if not pairs or not inputs:
+        return [torch.zeros_like(x) for x in inputs]
+    got = torch.autograd.grad(
+        [o for o, _ in pairs], list(inputs), [c.to(o.dtype) for o, c in pairs], retain_graph=True, allow_unused=True
+    )
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(got, inputs)]
+
+
+def _call_backward(
+    call: Call, out: Tensor, grads: list[Tensor], choice: Sequence[int]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    items = []
+    for b in range(call.q.shape[0]):
+        at = slice(b, b + 1)
+        parts = (x.detach()[at] for x in (call.q, call.k, call.v))
+        items.append(attention_backward(call.mixed_mask(b, choice), *parts, out[at], [g[at] for g in grads]))
+    return [tuple(torch.cat([item[i][x] for item in items]) for x in range(3)) for i in range(len(grads))]  # type: ignore
+
+
+def _contract(branch: _Branch, call: Call, out: Tensor, grads: list[Tensor], choice: Sequence[int]) -> None:
+    """Add ⟨g, δ_k⟩ by cells for every cotangent, candidate and head of one call: [G, K, H, cells]."""
+    n, heads, count = out.shape[2], out.shape[1], len(call.spec.candidates)
+    text = call.text[0] if call.text else None
+    cells = cell_index(n, call.grid, text)
+    total = torch.zeros(len(grads), count, heads, int(cells.max()) + 1, dtype=torch.float64)
+    first = call.representative()
+    with torch.no_grad():
+        for k in range(count):
+            fresh = [h for h in range(heads) if first[k][h] == k and choice[h] != k]
+            if not fresh:
+                continue
+            delta = call.run(fresh, k) - out[:, fresh]  # [B, h, N, D]
+            for i, g in enumerate(grads):
+                products = (g[:, fresh].float() * delta.float()).sum(-1).sum(0)  # [h, N]
+                total[i, k, fresh] = cell_sums(products, cells).cpu()
+        _copy_equal(total, call, out, grads, choice, cells, first)
+    known = branch.products.get(call.layer)
+    branch.products[call.layer] = total if known is None else known + total
+
+
+def _copy_equal(
+    total: Tensor, call: Call, out: Tensor, grads: list[Tensor], choice: Sequence[int], cells: Tensor, first: list
+) -> None:
+    """Candidates whose mask equals another's take its products; all-ones masks are the dense output."""
+    full: dict[int, Tensor] = {}
+    for h, current in enumerate(choice):
+        same_as_now = DENSE if current == DENSE else first[current][h]
+        for k in range(len(first)):
+            leader = first[k][h]
+            if leader == same_as_now:
+                total[:, k, h] = 0
+            elif leader == DENSE:
+                if h not in full:
+                    delta = call.run([h], DENSE) - out[:, [h]]
+                    rows = [(g[:, [h]].float() * delta.float()).sum(-1).sum(0)[0] for g in grads]
+                    full[h] = torch.stack([cell_sums(r, cells).cpu() for r in rows])
+                total[:, k, h] = full[h]
+            elif leader != k:
+                total[:, k, h] = total[:, leader, h]
+
+
+def _collect(
+    context: Context, branches: list[_Branch], choice: Choice, measure: Any, velocity: Tensor, reference: Tensor,
+    spec: Spec,
+) -> Pass:  # fmt: skip
+    layers, heads, count = len(choice), len(choice[0]), len(spec.candidates)
+    products = [sum(b.products[layer] for b in branches) for layer in range(layers)]  # each [G, K, H, cells]
+    second = np.stack([p[0].square().sum(-1).T.numpy() for p in products])  # type: ignore[union-attr]
+    first = np.zeros((layers, heads, count))
+    if len(products[0]) > 1:  # type: ignore[arg-type]
+        first = np.stack([p[1].sum(-1).T.numpy() for p in products])  # type: ignore[union-attr]
+    sparsity = np.mean([_sparsity_table(b.masks, layers) for b in branches], axis=0)  # [L, H, K]
+    picked = np.asarray(choice)
+    own = np.where(picked == DENSE, 0.0, np.take_along_axis(sparsity, np.maximum(picked, 0)[..., None], -1)[..., 0])
+    return Pass(
+        measure.measure(velocity, reference), errors.bands(velocity, reference).tolist(), sparsity, own, first, second
+    )
+
+
+def _sparsity_table(masks: dict[tuple[int, int], Any], layers: int) -> np.ndarray:
+    """float64 [L, H, K] from the masks of one branch's calls."""
+    table: list[list[Tensor]] = [[] for _ in range(layers)]
+    for (layer, _), items in masks.items():
+        for each, _full in items:
+            table[layer].append(torch.stack([1 - m.density()[0].cpu() for m in each], -1))
+    return torch.stack([torch.stack(rows).mean(0) for rows in table]).numpy()

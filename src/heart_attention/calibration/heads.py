@@ -1,0 +1,146 @@
+"""One attention call seen by calibration: the masks of all candidate thresholds, and heads run with any of them.
+
+The candidates share one prediction (XAttention's block scores, SVG2's clustering from scratch, seeded): a
+threshold only decides how much of it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..masks import count_labels, tile_order
+
+DENSE = -1  # a head's choice when it is not sparse
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is tried: a backbone, candidate thresholds (ascending), a token order, a kernel."""
+
+    backbone: Any
+    candidates: tuple[float, ...]
+    order: str = "raster"
+    kernel: str = "auto"
+
+
+def candidate_masks(
+    backbone: Any, q: Tensor, k: Tensor, taus: Sequence[float], text: Any, order: Tensor | None, key: tuple
+) -> tuple[list[Any], Any]:
+    """A mask for each threshold, and the one that keeps everything, from one prediction; q, k [1, H, N, D]."""
+    if hasattr(backbone, "scores") and hasattr(backbone, "select"):
+        full = backbone.predict(q, k, 1.0, text=text, order=order, key=key)
+        scores = backbone.scores(q[:, :, : full.n_q], k[:, :, : full.n_k], full.order)
+        rows, cols = full.blocks.shape[2:]
+        made = [backbone.select(scores[:, :, :rows], float(t))[..., :cols] for t in taus]
+        return [replace(full, blocks=blocks) if t < 1 else full for blocks, t in zip(made, taus)], full
+    if hasattr(backbone, "cluster") and hasattr(backbone, "map"):
+        return _cluster_candidates(backbone, q, k, taus, text, key)
+    full = backbone.predict(q, k, 1.0, text=text, order=order, key=key)
+    each = [backbone.predict(q, k, float(t), backbone.new_state(), text, order=order, key=key) for t in taus]
+    return each, full
+
+
+def _cluster_candidates(
+    backbone: Any, q: Tensor, k: Tensor, taus: Sequence[float], text: Any, key: tuple
+) -> tuple[list[Any], Any]:
+    state = backbone.new_state()
+    full = backbone.predict(q, k, 1.0, state, text, key=key)
+    heads = [state.centroids[(key[2], h)] for h in range(q.shape[1])]
+    rows, cols = heads[0][0].shape[0], heads[0][1].shape[0]
+    centroids = [torch.stack([pair[side] for pair in heads])[None] for side in (0, 1)]  # [1, H, C, D]
+    sizes = count_labels(full.k_labels, full.map.shape[3])[..., :cols]
+    masks = []
+    for tau in taus:
+        kept = full.map.clone()
+        kept[:, :, :rows, :cols] = backbone.map(*centroids, sizes, float(tau))
+        masks.append(replace(full, map=kept))
+    return masks, full
+
+
+class Call:
+    """One attention call: q, k, v [B, H, N, D] and the candidates' masks, item by item of the batch."""
+
+    def __init__(self, spec: Spec, where: Any, branch: str, q: Tensor, k: Tensor, v: Tensor, masks: Any = None):
+        self.spec, self.q, self.k, self.v = spec, q, k, v
+        self.grid, self.text, self.layer = where.grid, where.text, where.layer
+        if masks is None:
+            with torch.no_grad():
+                masks = [self._predict(b, where, branch) for b in range(q.shape[0])]
+        self.masks: list[tuple[list[Any], Any]] = masks
+
+    def _predict(self, b: int, where: Any, branch: str) -> tuple[list[Any], Any]:
+        q, k = self.q[b : b + 1].detach(), self.k[b : b + 1].detach()
+        text = where.text[b] if where.text else None
+        order = None
+        if self.spec.order == "tiles" and where.grid is not None and hasattr(self.spec.backbone, "block"):
+            order = tile_order(where.grid, self.spec.backbone.block).to(q.device)
+        key = (where.layer, branch, where.item + b)
+        return candidate_masks(self.spec.backbone, q, k, self.spec.candidates, text, order, key)
+
+    def sparsity(self) -> Tensor:
+        """Share of token pairs left out, float64 [K, H], the mean over the batch."""
+        each = [torch.stack([1 - m.density()[0] for m in masks]) for masks, _ in self.masks]
+        return torch.stack(each).mean(0).cpu()
+
+    def representative(self) -> list[list[int]]:
+        """[K][H]: the first candidate with the same mask, or DENSE where nothing is left out."""
+        count, heads = len(self.spec.candidates), self.q.shape[1]
+        return [[self._first(k, h) for h in range(heads)] for k in range(count)]
+
+    def _first(self, k: int, h: int) -> int:
+        if all(_equal(masks[k], full, h) for masks, full in self.masks):
+            return DENSE
+        return next(j for j in range(k + 1) if all(_equal(masks[j], masks[k], h) for masks, _ in self.masks))
+
+    def run(self, heads: Sequence[int], candidate: int) -> Tensor:
+        """The outputs of some heads with one candidate (DENSE: everything kept, by the same kernel), [B, h, N, D]."""
+        index = list(heads)
+        outs = []
+        for b, (masks, full) in enumerate(self.masks):
+            mask = (full if candidate == DENSE else masks[candidate]).heads(index)
+            outs.append(self._kernel(mask, b, index))
+        return torch.cat(outs)
+
+    def mixed(self, choice: Sequence[int], dense: Tensor | None) -> Tensor:
+        """All heads, each with its own candidate; DENSE heads are taken from `dense`, [B, H, N, D]."""
+        sparse = [h for h, c in enumerate(choice) if c != DENSE]
+        if not sparse:
+            assert dense is not None
+            return dense
+        outs = [self._kernel(self.mixed_mask(b, choice).heads(sparse), b, sparse) for b in range(len(self.masks))]
+        out = torch.cat(outs)
+        if len(sparse) == len(choice):
+            return out
+        assert dense is not None
+        whole = dense.clone()
+        whole[:, sparse] = out
+        return whole
+
+    def mixed_mask(self, b: int, choice: Sequence[int]) -> Any:
+        """The mask of one batch item with each head's own candidate."""
+        masks, full = self.masks[b]
+        for c in sorted(set(choice) - {DENSE}):
+            heads = [h for h, x in enumerate(choice) if x == c]
+            full = full.put(heads, masks[c].heads(heads))
+        return full
+
+    def _kernel(self, mask: Any, b: int, heads: list[int]) -> Tensor:
+        whole = heads == list(range(self.q.shape[1]))
+        q, k, v = (x.detach()[b : b + 1] if whole else x.detach()[b : b + 1, heads] for x in (self.q, self.k, self.v))
+        kernel = kernels.choose(mask, q, self.spec.kernel)
+        return kernel.run(kernel.plan(mask), q, k, v)
+
+
+def _equal(a: Any, b: Any, head: int) -> bool:
+    """Whether two masks of one prediction keep the same token pairs of a head."""
+    name = "blocks" if hasattr(a, "blocks") else "map"
+    x, y = getattr(a, name)[:, head], getattr(b, name)[:, head]
+    if torch.equal(x, y):
+        return True
+    return name == "map" and bool((a.density()[:, head] == b.density()[:, head]).all()) and bool((x & ~y).sum() == 0)
