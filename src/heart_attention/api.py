@@ -36,7 +36,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
     transformers = _transformers(model)
     if any(intercept.attachment_of(t) is not None for t in transformers):
         raise HeartError(f"HEART is already enabled on this {type(model).__name__}: call heart.disable(...) first")
-    chosen, note = resolve(config, transformers[0], len(transformers) > 1)
+    chosen, note = resolve(config, model)
     chosen = chosen.replace(**changes) if changes else chosen
     shapes = {_shape(family_of(t), t) for t in transformers}
     if len(shapes) > 1:
@@ -46,7 +46,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
     _check(chosen, transformers)
     layers, heads = shapes.pop()
     engine = Engine(chosen, layers, heads, len(transformers))
-    if note.startswith("no preset"):
+    if note:
         engine.recorder.notes.append(note)
     if _is_pipeline(model):
         intercept.attach_pipeline(model, engine)
@@ -126,23 +126,23 @@ def attention(
     return state.attend(at, q, k, v, dense or F.scaled_dot_product_attention)
 
 
-def resolve(config: Any, transformer: Any = None, two: bool = False) -> tuple[HeartConfig, str]:
-    """A config from any of the forms `enable` takes, with a line that says where it came from."""
+def resolve(config: Any, model: Any = None) -> tuple[HeartConfig, str]:
+    """A config from any of the forms `enable` takes, and a note if the model was not known."""
     if isinstance(config, HeartConfig):
-        return config, "the given config"
+        return config, ""
     if isinstance(config, Mapping):
-        return HeartConfig.from_dict(config), "the given config"
+        return HeartConfig.from_dict(config), ""
     if isinstance(config, str) and not config.endswith(".json"):
-        return configs.preset(config, transformer, two)
+        return configs.find_preset(config, model)
     if not isinstance(config, str | os.PathLike):
         raise HeartError(f"config is {config!r}: give 'xattention', 'svg2', a preset, a HeartConfig or a JSON file")
     data = read_json(config)
     if isinstance(data, dict) and data.get("_type") == "HeartConfig":
-        return HeartConfig.from_dict(data), f"config {config}"
-    return _from_calibration(config, transformer, two)
+        return HeartConfig.from_dict(data), ""
+    return _from_calibration(config, model)
 
 
-def _from_calibration(path: Any, transformer: Any, two: bool) -> tuple[HeartConfig, str]:
+def _from_calibration(path: Any, model: Any) -> tuple[HeartConfig, str]:
     """The preset for this model with a calibration's backbone settings and thresholds."""
     from . import backbones
     from .calibration.file import Calibration
@@ -150,8 +150,8 @@ def _from_calibration(path: Any, transformer: Any, two: bool) -> tuple[HeartConf
     calibration = Calibration.load(path)
     backbone = calibration.backbone
     backbone = backbones.from_dict(backbone) if isinstance(backbone, dict) else backbone
-    base, _ = configs.preset(backbone.name, transformer, two)
-    return base.replace(backbone=backbone, thresholds=calibration), f"calibration {path}"
+    base, note = configs.find_preset(backbone.name, model)
+    return base.replace(backbone=backbone, thresholds=calibration), note
 
 
 # ---------------------------------------- finding the model

@@ -308,22 +308,26 @@ def identify(transformer: Any, two: bool = False) -> str | None:
     return (same or found or [None])[0]
 
 
-def preset(name: str, transformer: Any = None, two: bool = False) -> tuple[HeartConfig, str]:
-    """The config of a preset, or of a backbone's name for this transformer, with a line that says which it
-    is.
-    """
+def preset(name: str, model: Any = None) -> HeartConfig:
+    """The config of a preset, or with a backbone's name the one for this pipeline or transformer."""
+    return find_preset(name, model)[0]
+
+
+def find_preset(name: str, model: Any = None) -> tuple[HeartConfig, str]:
+    """As `preset`, with a line for an unknown model that says what it got (empty for a known one)."""
     if name in PRESETS:
-        return PRESETS[name].config, f"preset {name}"
-    if name not in ("xattention", "svg2"):
-        near = ", ".join(PRESETS)
-        raise HeartError(f"there is no preset {name!r}: give 'xattention', 'svg2', a .json file or one of {near}")
-    model = identify(transformer, two)
-    for key, found in PRESETS.items():
-        if model is not None and found.config.model == model and key.endswith(name):
-            return found.config, f"preset {key}"
-    kind = type(transformer).__name__
-    note = f"no preset knows this {kind}: safe defaults with a relative δ of {UNKNOWN_RELATIVE:g}; see heart tune-delta"
-    log.warning(note)
+        return PRESETS[name].config, ""
+    if name not in backbones.BACKBONES:
+        known = ", ".join([*backbones.BACKBONES, *PRESETS])
+        raise HeartError(f"there is no preset {name!r}: give a .json file or one of {known}")
+    transformer = getattr(model, "transformer", None) or model
+    found = identify(transformer, getattr(model, "transformer_2", None) is not None)
+    for key, candidate in PRESETS.items():
+        if found is not None and candidate.config.model == found and key.endswith(name):
+            return candidate.config, ""
+    kind = type(transformer).__name__ if transformer is not None else "model"
+    note = f"no preset knows this {kind}: relative δ {UNKNOWN_RELATIVE:g} and other safe values; see heart tune-delta"
+    log.warning("%s", note)
     return HeartConfig(name, 0.9, TMR(relative=UNKNOWN_RELATIVE), scale_clusters=True), note
 
 
