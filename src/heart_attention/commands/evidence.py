@@ -1,0 +1,232 @@
+"""`heart compare`, `ablate`, `study`, `report`, `project`, `fetch-weights`: the paper's tables and figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..errors import HeartError
+from ..studies import ABLATIONS, STUDIES
+
+
+def _model_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    parser.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: the embedded model's own)")
+    parser.add_argument("--limit", type=int, help="use only so many prompts")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--size", help="WIDTHxHEIGHT")
+    parser.add_argument("--frames", type=int)
+    parser.add_argument("--quick", action="store_true", help="the embedded model's small size")
+    parser.add_argument("--out", default=out, metavar="DIR")
+    parser.add_argument("--json", action="store_true")
+
+
+def register(commands) -> None:
+    """Add the commands of this file."""
+    one = commands.add_parser("compare", help="the paper's main table for any model, methods and prompts")
+    _model_arguments(one, "runs/compare")
+    one.add_argument("--methods", default="dense,xattention,xattention+heart,svg2,svg2+heart")
+    one.add_argument("--seeds", default="0", help="comma-separated")
+    one.add_argument("--metrics", default="psnr,ssim", help="psnr, psnr_pooled, ssim, ssim_box, lpips_alex, …, vmaf")
+    one.add_argument("--calibration", action="append", metavar="F.heart.json", help="for +ebc and +heart")
+    one.add_argument("--judges", metavar="DIR", help="also lay out videos for VBench and VisionReward there")
+    one.add_argument("--scores", metavar="DIR", help="take the judges' JSON from there into the table")
+    one.set_defaults(func=run_compare)
+
+    ablate = commands.add_parser("ablate", help="the paper's ablation tables")
+    ablate.add_argument("which", choices=[*ABLATIONS, "all"])
+    _model_arguments(ablate, "runs/ablate")
+    ablate.add_argument("--backbone", default="xattention", choices=["xattention", "svg2"])
+    ablate.add_argument("--seeds", default="0")
+    ablate.add_argument("--calibration", metavar="F.heart.json")
+    ablate.add_argument("--deltas", help="comma-separated absolute δ (default: the paper's, or around the preset's)")
+    ablate.add_argument("--objectives", metavar="NAME=FILE,…", help="calibrations for the objective table")
+    ablate.set_defaults(func=run_ablate)
+
+    study = commands.add_parser("study", help="the paper's observations, with the random-weight control")
+    study.add_argument("which", choices=[*STUDIES, "all"])
+    _model_arguments(study, "runs/study")
+    study.set_defaults(func=run_study)
+
+    report = commands.add_parser("report", help="one HTML file from a results folder")
+    report.add_argument("folder", metavar="DIR")
+    report.add_argument("--out", metavar="FILE.html")
+    report.set_defaults(func=run_report)
+
+    fetch = commands.add_parser("fetch-weights", help="put metric weights into the user's cache")
+    fetch.add_argument("what", choices=["lpips"])
+    fetch.add_argument("--file", help="an archive already downloaded")
+    fetch.set_defaults(func=run_fetch)
+
+    project = commands.add_parser("project", help="projected times on a GPU from a roofline model")
+    from .. import project as projection
+
+    projection.add_arguments(project)
+    project.set_defaults(func=projection.run)
+
+
+# --------------------------------------------------------------------------------------------- shared pieces
+
+
+def _numbers(text: str, kind, name: str) -> list:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise HeartError(f"--{name} is {text!r}: give numbers separated by commas") from None
+
+
+def _prompts(args, split: str, default: int) -> list[str]:
+    from .. import pipelines
+
+    if args.prompts:
+        found = pipelines.read_prompts(args.prompts)
+    elif args.model in pipelines.TINY:
+        from .. import tiny
+
+        found = tiny.prompts(split)[:default]
+    else:
+        raise HeartError(f"no prompts for model {args.model!r}: give a file with --prompts, one prompt a line")
+    return found[: args.limit] if args.limit else found
+
+
+def _setup(args, steps: int | None = None):
+    from .. import pipelines
+
+    pipe = pipelines.load(args.model)
+    wanted = args.steps if args.steps is not None else steps
+    return pipe, pipelines.call_arguments(args.model, pipe, args.size, args.frames, wanted, args.quick)
+
+
+def _calibrations(paths: list[str] | None) -> dict[str, str]:
+    from ..calibration.file import Calibration
+
+    found = {}
+    for path in paths or []:
+        found[Calibration.load(path).backbone["name"]] = path
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- commands
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """All methods on all prompts; table, results, optionally videos for the judges."""
+    from .. import compare, methods, metrics
+    from ..metrics import judges
+    from .generate import Progress
+
+    names = tuple(n.strip() for n in args.metrics.split(",") if n.strip())
+    unknown = [n for n in names if n not in metrics.CONVENTIONS]
+    if unknown:
+        raise HeartError(f"unknown metric {unknown[0]!r}: choose from {', '.join(metrics.CONVENTIONS)}")
+    pipe, call = _setup(args)
+    calibrations = _calibrations(args.calibration)
+    wanted = [m.strip() for m in args.methods.split(",") if m.strip()]
+    chosen = [methods.build(name, pipe, args.model, calibrations) for name in wanted]
+    prompts, seeds = _prompts(args, "demo", 8), _numbers(args.seeds, int, "seeds")
+    progress = Progress(call["num_inference_steps"] * len(prompts) * len(seeds) * len(chosen))
+    setting = compare.Setting(args.model, call, names)
+    try:
+        results = compare.run(pipe, chosen, prompts, seeds, setting, args.out, progress)
+    finally:
+        progress.close()
+    if args.judges:
+        rows = [{**r, "video": str(Path(args.out) / r["video"])} for r in results["rows"]]
+        judges.export(rows, args.judges)
+        for name in wanted:
+            print(*judges.commands(args.judges, name), sep="\n")
+    if args.scores:
+        results = judges.attach_scores(results, args.scores)
+    summary = compare.write_tables(results, args.out)
+    print(json.dumps(summary, indent=1) if args.json else compare.text_table(summary))
+    return 0
+
+
+def run_ablate(args: argparse.Namespace) -> int:
+    """One ablation table or all."""
+    from .. import compare
+    from ..studies import ablations
+    from .generate import Progress
+
+    pipe, call = _setup(args)
+    prompts, seeds = _prompts(args, "demo", 8), _numbers(args.seeds, int, "seeds")
+    progress = Progress(0)
+    bench = ablations.Bench(
+        pipe, args.model, args.backbone, prompts, seeds, compare.Setting(args.model, call), Path(args.out),
+        _calibrations([args.calibration] if args.calibration else None), progress,
+    )  # fmt: skip
+    objectives = dict(pair.split("=", 1) for pair in args.objectives.split(",")) if args.objectives else {}
+    runs = {
+        "components": lambda: ablations.components(bench),
+        "policy": lambda: ablations.policy(bench),
+        "delta": lambda: ablations.delta(bench, _numbers(args.deltas, float, "deltas") if args.deltas else None),
+        "objective": lambda: ablations.objective(bench, objectives),
+    }
+    wanted = [n for n in ABLATIONS if n != "objective" or objectives] if args.which == "all" else [args.which]
+    found = {}
+    try:
+        for name in wanted:
+            found[name] = runs[name]()
+    finally:
+        progress.close()
+    if args.json:
+        print(json.dumps({n: {"finding": t["finding"], "rows": t["summary"]} for n, t in found.items()}, indent=1))
+        return 0
+    for name, table in found.items():
+        print(f"\n{name}\n{compare.text_table(table['summary'])}\n{table['finding']}")
+    return 0
+
+
+def run_study(args: argparse.Namespace) -> int:
+    """One study or all, each with the random-weight control where there is one."""
+    from ..config import preset
+    from ..studies import runner
+
+    pipe, call = _setup(args, steps=25)
+    control = _control(args, pipe)
+    backbone = preset("xattention", pipe).backbone
+    wanted = list(STUDIES) if args.which == "all" else [args.which]
+    found = runner.run(wanted, pipe, control, backbone, call, _prompts(args, "demo", 2), Path(args.out))
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    for finding in found.values():
+        print(f"\n{finding['study']}\n{finding['finding']}")
+    print(f"\nnumbers and figures: {args.out}")
+    return 0
+
+
+def _control(args, pipe):
+    """The same pipeline with random weights in its transformer."""
+    import copy
+
+    import torch
+
+    from .. import pipelines
+
+    if args.model in pipelines.TINY:
+        return pipelines.load("tiny-random")
+    control = copy.copy(pipe)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        fresh = type(pipe.transformer).from_config(pipe.transformer.config)
+    control.register_modules(transformer=fresh.to(pipe.transformer.dtype).to(pipe.transformer.device).eval())
+    return control
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write the page and say where."""
+    from .. import report
+
+    print(report.build(args.folder, args.out))
+    return 0
+
+
+def run_fetch(args: argparse.Namespace) -> int:
+    """Fetch, check, unpack."""
+    from ..metrics import lpips
+
+    for path in lpips.fetch(args.file):
+        print(path)
+    return 0
