@@ -27,6 +27,7 @@ RUN_BITS = 5  # as in triton_code
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_SIZE_LIMIT = 256
 LOG2E = math.log2(math.e)
+PRECISION = "ieee"  # fp32 is the definition, so it is multiplied in full; the setting means nothing for other types
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,30 @@ def _target(index: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def config_for(target: str, d_pad: int, itemsize: int, block_m: int, kind: str) -> Config:
-    """Launch figures that compile without spills and within shared memory (docs/gpu-evidence.md has the table)."""
-    block_m = max(16, min(128, block_m))
-    if itemsize == 4 or d_pad > 128:  # fp32 and wide heads: no tensor-core tile of this size fits a register file
-        return Config(min(block_m, 64), 32 if d_pad <= 128 else 16, 8 if block_m >= 64 else 4, 1)
-    if block_m < 64:
-        return Config(block_m, 64, 4, 2)
-    if block_m < 128:
-        return Config(block_m, 64, 4, 2)
-    return Config(128, 64, 8, 2)
+def config_for(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool) -> Config:
+    """Launch figures that compile without spills and within shared memory (docs/gpu-evidence.md has the table).
+
+    Args:
+        target: as `target_of` names it.
+        rows: query tokens a program should take, from `tile_rows`.
+        gathered: whether tokens are reached through a permutation.
+    """
+    if target.startswith("gfx"):
+        return _config_amd(d_pad, itemsize, rows)
+    if itemsize == 4 or d_pad > 128:  # wide tiles would not fit the register file
+        return Config(min(rows, 64), 32 if d_pad <= 128 else 16, 4 if rows < 64 else 8, 1)
+    if rows < 128:
+        return Config(rows, 64, 4, 2)
+    if d_pad == 128 and not gathered and target.startswith("sm_12"):
+        return Config(128, 32, 8, 3)  # 64 keys a tile spill there
+    return Config(128, 64, 8, 3 if target == "sm_80" and not gathered else 2)
 
 
-def precision_for(dtype: torch.dtype) -> str:
-    """fp32 is the definition, so it is multiplied in full; the setting means nothing for other types."""
-    return "ieee"
+def _config_amd(d_pad: int, itemsize: int, rows: int) -> Config:
+    """64 KiB of local memory a work group."""
+    if itemsize == 4 or d_pad > 128:
+        return Config(min(rows, 64), 32 if d_pad <= 128 else 16, 4, 1)
+    return Config(rows, 64, 4 if rows < 128 else 8, 1)
 
 
 class Triton:
@@ -214,7 +224,7 @@ def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: floa
 
     d = q.shape[-1]
     d_pad = max(16, 1 << (d - 1).bit_length())
-    config = config_for(target_of(q.device), d_pad, q.element_size(), plan.extra["rows"], plan.kind)
+    config = config_for(target_of(q.device), d_pad, q.element_size(), plan.extra["rows"], plan.q_perm is not None)
     work = work_list(plan, config.block_m)
     if not len(work):
         return
@@ -224,8 +234,9 @@ def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: floa
         work if plan.q_perm is None else plan.q_perm, work if plan.k_perm is None else plan.k_perm,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         _perm_step(plan.q_perm), _perm_step(plan.k_perm), q.shape[1], plan.n_k, scale * LOG2E,
-        D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=plan.q_perm is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        PRECISION=precision_for(q.dtype), num_warps=config.warps, num_stages=config.stages,
+        D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=plan.q_perm is not None,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=PRECISION,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 

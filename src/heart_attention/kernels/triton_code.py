@@ -89,30 +89,31 @@ def attention(
 @triton.jit
 def antidiagonal_sums(
     q_ptr, k_ptr, perm_ptr, sum_ptr, top_ptr,
-    sqb, sqh, sqn, skb, skh, skn, heads, n, q_groups, k_groups, k_blocks, k_tiles, scale_log2,
-    D: tl.constexpr, D_PAD: tl.constexpr, STRIDE: tl.constexpr, GROUPS: tl.constexpr, PERM: tl.constexpr,
+    sqb, sqh, sqn, skb, skh, skn, heads, n_q, n_k, q_groups, k_groups, k_blocks, k_tiles, scale_log2,
+    D: tl.constexpr, D_STEP: tl.constexpr, STRIDE: tl.constexpr, GROUPS: tl.constexpr, PERM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """XAttention, first pass: a tile of antidiagonal logits, kept only as its row maxima and per-block sums.
 
     sums[bh, i, J] = Σ_{j in block J} exp2(A[i, j] − top[bh, i, tile]): 1/GROUPS of the score matrix is ever written.
-    Tokens from n on read as zero; key groups from k_groups on take no mass; GROUPS = block / stride.
+    Tokens from n_q, n_k on read as zero; key groups from k_groups on take no mass; GROUPS = block / stride.
     """
     bh = tl.program_id(2)
     b = (bh // heads).to(tl.int64)
     h = (bh % heads).to(tl.int64)
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, D_PAD)
-    d_ok = d < D
     q_base = q_ptr + b * sqb + h * sqh
     k_base = k_ptr + b * skb + h * skh
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for r in range(0, STRIDE):
+    for step in range(0, STRIDE * ((D + D_STEP - 1) // D_STEP)):
+        r = step % STRIDE
+        d = (step // STRIDE) * D_STEP + tl.arange(0, D_STEP)
+        d_ok = d < D
         tq = i * STRIDE + (STRIDE - 1 - r)
         tk = j * STRIDE + r
-        q_ok = tq < n
-        k_ok = tk < n
+        q_ok = tq < n_q
+        k_ok = tk < n_k
         if PERM:
             tq = tl.load(perm_ptr + tq, mask=q_ok, other=0)
             tk = tl.load(perm_ptr + tk, mask=k_ok, other=0)
@@ -143,8 +144,8 @@ def antidiagonal_blocks(
     row = bh.to(tl.int64) * q_groups + i
     n = tl.arange(0, BLOCK_N)
     top = tl.full([GROUPS], float("-inf"), tl.float32)
-    for t in range(0, k_tiles):
-        top = tl.maximum(top, tl.load(top_ptr + row * k_tiles + t, mask=i_ok, other=0.0))
+    for tile in range(0, k_tiles):
+        top = tl.maximum(top, tl.load(top_ptr + row * k_tiles + tile, mask=i_ok, other=0.0))
     mass = tl.zeros([GROUPS], tl.float32)
     for j in range(0, k_blocks, BLOCK_N):
         ok = i_ok[:, None] & (j + n < k_blocks)[None, :]
@@ -164,30 +165,34 @@ def antidiagonal_blocks(
 @triton.jit
 def nearest_centroid(
     x_ptr, c_ptr, norm_ptr, label_ptr, sxb, sxh, sxn, heads, n, clusters,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, D_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """k-means assignment: the index of the nearest centroid, ties to the lowest, without a distance matrix.
 
     x [B, H, N, D] by strides, centroids fp32 [B·H, C, D] and their squared norms [B·H, C], labels int32 [B·H, N].
+    Products are fp32 and taken D_STEP features at a time: whole rows of both sides do not fit the registers.
     """
     bh = tl.program_id(1)
     b = (bh // heads).to(tl.int64)
     h = (bh % heads).to(tl.int64)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, D_PAD)
-    d_ok = d < D
-    x_tile = x_ptr + b * sxb + h * sxh + m[:, None] * sxn + d[None, :]
-    x = tl.load(x_tile, mask=(m < n)[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
+    x_base = x_ptr + b * sxb + h * sxh
     c_base = c_ptr + bh.to(tl.int64) * clusters * D
     best = tl.full([BLOCK_M], float("inf"), tl.float32)
     label = tl.zeros([BLOCK_M], tl.int32)
     for first in range(0, clusters, BLOCK_N):
         ok = first + c < clusters
-        centroid = tl.load(c_base + (first + c)[None, :] * D + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)
+        product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for d0 in range(0, D, D_STEP):
+            d = d0 + tl.arange(0, D_STEP)
+            x_ok = (m < n)[:, None] & (d < D)[None, :]
+            x = tl.load(x_base + m[:, None] * sxn + d[None, :], mask=x_ok, other=0.0).to(tl.float32)
+            c_ok = ok[None, :] & (d < D)[:, None]
+            centroid = tl.load(c_base + (first + c)[None, :] * D + d[:, None], mask=c_ok, other=0.0)
+            product = tl.dot(x, centroid, product, input_precision=PRECISION)
         norm = tl.load(norm_ptr + bh.to(tl.int64) * clusters + first + c, mask=ok, other=float("inf"))
-        distance = norm[None, :] - 2.0 * tl.dot(x, centroid, input_precision=PRECISION)
-        least, where = tl.min(distance, 1, return_indices=True, return_indices_tie_break_left=True)
+        least, where = tl.min(norm[None, :] - 2.0 * product, 1, return_indices=True, return_indices_tie_break_left=True)
         label = tl.where(least < best, first + where, label)
         best = tl.minimum(best, least)
     tl.store(label_ptr + bh.to(tl.int64) * n + m, label, mask=m < n)
@@ -215,7 +220,8 @@ def cluster_means(
         x_tile = x_ptr + b * sxb + h * sxh + token[:, None] * sxn + d[None, :]
         total += tl.sum(tl.load(x_tile, mask=ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32), 0)
     out = c_ptr + (bh.to(tl.int64) * clusters + tl.program_id(0)) * D + d
-    tl.store(out, total / (end - first).to(tl.float32), mask=d_ok & (end > first))
+    if end > first:
+        tl.store(out, total / (end - first).to(tl.float32), mask=d_ok)
 
 
 @triton.jit
