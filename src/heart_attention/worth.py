@@ -163,7 +163,7 @@ def _line(a: tuple[float, float], b: tuple[float, float]) -> Line:
     return Line(max(a[1] - rate * a[0], 0.0), rate)
 
 
-def _best(functions: list[Callable[[], Any]], cuda: bool, repeats: int = 4) -> list[float]:
+def _best(functions: list[Callable[[], Any]], cuda: bool, repeats: int = 3) -> list[float]:
     """Best time of each, interleaved so that a busy moment hits all alike; the first round only warms up."""
     best = [float("inf")] * len(functions)
     for repeat in range(repeats + 1):
