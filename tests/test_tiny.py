@@ -1,0 +1,91 @@
+"""The embedded model: loads, generates, and its program check reads clips rightly."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from heart_attention import tiny
+from heart_attention.tiny import scene
+
+CALL = dict(height=32, width=32, num_frames=3, num_inference_steps=2, guidance_scale=4.0, max_sequence_length=64)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny.load()
+
+
+def test_generates_finite_frames(pipe):
+    frames = pipe(tiny.prompts("demo")[0], **CALL).frames[0]
+    assert frames.shape == (4, 32, 32, 3)
+    assert np.isfinite(frames).all() and 0 <= frames.min() <= frames.max() <= 1
+
+
+def test_same_seed_same_clip(pipe):
+    one, two = (pipe("a red circle", generator=torch.Generator().manual_seed(3), **CALL).frames for _ in range(2))
+    assert np.array_equal(one, two)
+
+
+def test_random_control_has_the_same_shapes_and_other_weights(pipe):
+    control = tiny.load_random()
+    for name, p in control.transformer.state_dict().items():
+        assert p.shape == pipe.transformer.state_dict()[name].shape
+    key = "blocks.0.attn1.to_q.weight"
+    assert not torch.equal(control.transformer.state_dict()[key], pipe.transformer.state_dict()[key])
+    again = tiny.load_random()
+    assert torch.equal(control.transformer.state_dict()[key], again.transformer.state_dict()[key])
+
+
+def test_package_stays_small_and_pickle_free():
+    files = [f for f in Path(tiny.path()).rglob("*") if f.is_file()]
+    assert sum(f.stat().st_size for f in files) <= 20e6
+    assert {f.suffix for f in files} <= {".json", ".safetensors"}
+
+
+def test_native_size_is_whole_tiles():
+    grid = tiny.tokens(**tiny.NATIVE)
+    assert 4000 <= np.prod(grid) <= 5000
+    assert all(n % 4 == 0 for n in grid) and all(n % 4 == 0 for n in tiny.tokens(**tiny.QUICK))
+
+
+def test_prompts_are_disjoint_and_readable():
+    splits = {s: tiny.prompts(s) for s in ("heldout", "demo", "calibration", "train")}
+    assert len(splits["heldout"]) == 24 and len(splits["demo"]) == 8 and len(splits["calibration"]) >= 10
+    unseen = {scene.parse(p) for p in splits["heldout"] + splits["demo"]}
+    assert len(unseen) == 32
+    assert unseen.isdisjoint({scene.parse(p) for p in splits["train"] + splits["calibration"]})
+    with pytest.raises(ValueError, match="split must be"):
+        tiny.prompts("test")
+
+
+def test_every_word_is_in_the_held_out_prompts():
+    seen = set(" ".join(tiny.prompts("heldout")).split())
+    for kind in (scene.OBJECT_COLOURS, scene.SHAPES, scene.MOTIONS, scene.BACKGROUND_COLOURS):
+        assert set(kind) <= seen
+
+
+def test_parse_refuses_what_is_missing():
+    with pytest.raises(ValueError, match="expected one of"):
+        scene.parse("a red circle on a navy background")
+
+
+def test_colours_can_be_told_apart_by_the_threshold():
+    for paint in scene.OBJECT_COLOURS.values():
+        for ground in scene.BACKGROUND_COLOURS.values():
+            assert np.linalg.norm(np.subtract(paint, ground)) > 75 + 20
+
+
+def test_check_sees_no_object_in_an_empty_clip():
+    frames = np.full((6, 64, 64, 3), scene.BACKGROUND_COLOURS["navy"], dtype=np.uint8)
+    found = tiny.check(frames, "a red circle moves left on a navy background")
+    assert found["background"] and not found["colour"] and not found["motion"]
+
+
+def test_import_is_light():
+    code = "import sys; from heart_attention.tiny import scene; print('diffusers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "False"

@@ -1,0 +1,170 @@
+"""The recipe of the embedded model: data, codec, text padding, resume, density."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/ is not installed
+
+from tools.train_tiny import data, density, model, train
+from tools.train_tiny.muon import orthogonalise
+
+from heart_attention import tiny
+from heart_attention.tiny import scene
+
+
+def test_check_reads_rendered_clips():
+    clips = data.batch(seed=5, step=0, size=96, frames=8, pixels=(96, 96))
+    frames = (clips.video.permute(0, 2, 3, 4, 1) * 0.5 + 0.5).numpy()
+    found = [tiny.check(f, c) for f, c in zip(frames, clips.captions, strict=True)]
+    for key in ("background", "colour", "motion"):
+        assert np.mean([f[key] for f in found]) >= 0.95
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    one, two, other = (data.batch(1, s, 2, 4, (32, 32)) for s in (9, 9, 10))
+    assert torch.equal(one.video, two.video) and one.captions == two.captions
+    assert not torch.equal(one.video, other.video)
+
+
+def test_training_never_shows_held_out_combinations():
+    splits = scene.splits()
+    assert set(data.TRAIN).isdisjoint(splits["heldout"] + splits["demo"])
+
+
+def test_codec_is_a_matmul_and_faithful():
+    codec = model.fit_codec()
+    vae = model.build_vae(codec)
+    video = data.batch(3, 0, 4, 5, (64, 64)).video
+    with torch.no_grad():
+        z = vae.encode(video).latent_dist.mode()
+        back = vae.decode(z).sample
+    shape = (1, -1, 1, 1, 1)
+    normalised = (z - codec["mean"].view(shape)) / codec["std"].view(shape)
+    assert torch.allclose(normalised, model.encode(video, codec), atol=1e-4)
+    psnr = 10 * torch.log10(4 / (back - video).square().mean())
+    assert psnr >= 33
+
+
+def test_packaged_codec_is_the_one_trained_on():
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan.from_pretrained(tiny.path(), subfolder="vae")
+    assert torch.allclose(torch.tensor(vae.config.latents_std), model.fit_codec()["std"], rtol=1e-3)
+
+
+def test_tokenizer_knows_every_caption_word():
+    tokenizer = model.build_tokenizer()
+    for c in data.batch(0, 0, 50, 1, (8, 8)).captions:
+        ids = tokenizer(c).input_ids
+        assert len(ids) < model.CAPTION_TOKENS and ids[-1] == 1 and 2 not in ids
+    assert tokenizer("").input_ids == [1]
+
+
+@pytest.mark.parametrize("total", train.TEXT_LENGTHS)
+def test_padding_bias_equals_real_padding(total):
+    transformer, _, _ = model.initialise()
+    x, t = torch.randn(2, model.Z_DIM, 1, 4, 4), torch.tensor([500.0, 100.0])
+    lengths = torch.tensor([9, 1])
+    text = torch.randn(2, total, model.TEXT_DIM) * (torch.arange(total)[None] < lengths[:, None])[..., None]
+    with torch.no_grad():
+        full = transformer(x, t, text, return_dict=False)[0]
+        cross = train.PaddedTextAttention()
+        cross.bias = train.padding_bias(lengths, total, model.CAPTION_TOKENS)
+        for block in transformer.blocks:
+            block.attn2.set_processor(cross)
+        short = transformer(x, t, text[:, : model.CAPTION_TOKENS], return_dict=False)[0]
+    assert torch.allclose(full, short, atol=1e-4)
+
+
+def test_resume_is_exact(tmp_path):
+    plan = train.SMOKE_PLAN
+    straight = train.Trainer(plan)
+    for _ in range(4):
+        straight.train_step()
+    first = train.Trainer(plan)
+    for _ in range(2):
+        first.train_step()
+    train.save(first, tmp_path)
+    second = train.Trainer(plan)
+    second.restore(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    for _ in range(2):
+        second.train_step()
+    for (name, a), (_, b) in zip(straight.named, second.named, strict=True):
+        assert torch.equal(a, b), name
+    assert all(torch.equal(straight.ema[n], second.ema[n]) for n in straight.ema)
+
+
+def test_restore_refuses_another_seed():
+    trainer = train.Trainer(train.SMOKE_PLAN, seed=1)
+    with pytest.raises(ValueError, match="seed"):
+        trainer.restore({"seed": 0})
+
+
+def test_plan_runs_without_jumps_and_ends():
+    begin = 0
+    for phase, following in zip(train.PLAN, train.PLAN[1:], strict=False):
+        assert phase.until > begin and phase.lr[1] == pytest.approx(following.lr[0])
+        assert sum(w for w, _ in phase.mix) == pytest.approx(1.0)
+        begin = phase.until
+    with pytest.raises(ValueError, match="beyond"):
+        train.phase_at(train.PLAN, train.PLAN[-1].until)
+
+
+def test_random_control_is_where_training_starts():
+    transformer, text_encoder, _ = model.initialise(0)
+    control = tiny.load_random(0)
+    assert all(torch.equal(p, control.transformer.state_dict()[n]) for n, p in transformer.state_dict().items())
+    assert all(torch.equal(p, control.text_encoder.state_dict()[n]) for n, p in text_encoder.state_dict().items())
+
+
+def test_orthogonalise_flattens_singular_values():
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, 64, 256)))
+    assert 0.5 < values.min() and values.max() < 1.3
+
+
+def test_density_against_a_plain_loop():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 256, 8).unbind(0)
+    s, b = density.STRIDE, density.BLOCK
+    logits = torch.zeros(2, 32, 32)
+    for i in range(32):
+        for j in range(32):
+            for r in range(s):
+                logits[:, i, j] += (q[0, :, i * s + s - 1 - r] * k[0, :, j * s + r]).sum(-1)
+    weights = (logits / (s * 8**0.5)).softmax(-1)
+    g = b // s
+    expected = []
+    for head in weights:
+        kept = 0
+        for row in range(4):
+            mass = [head[row * g : (row + 1) * g, c * g : (c + 1) * g].sum().item() / g for c in range(4)]
+            order = sorted(range(4), key=lambda c: -mass[c])
+            chosen, total = {0}, 0.0
+            for c in order:
+                if total >= 0.9:
+                    break
+                chosen.add(c)
+                total += mass[c]
+            kept += len(chosen)
+        expected.append(kept / 16)
+    assert density.density(density.block_mass(q, k))[0].tolist() == pytest.approx(expected)
+
+
+def test_tile_order_is_a_permutation_of_whole_tiles():
+    order = density.tile_order((4, 8, 8))
+    assert sorted(order.tolist()) == list(range(256))
+    t, h, w = np.unravel_index(order[:64].numpy(), (4, 8, 8))
+    assert t.max() == h.max() == w.max() == 3
+
+
+@pytest.mark.slow
+def test_smoke():
+    from tools.train_tiny.__main__ import smoke
+
+    result = smoke()
+    assert result["steps"] == train.SMOKE_PLAN[-1].until
+    assert result["shape"] == [4, 32, 32, 3]

@@ -1,0 +1,193 @@
+"""Does the embedded model do what prompts say, and are its heads sparse? Figures and a contact sheet.
+
+    python -m tools.train_tiny.evaluate check    --steps 50              # held-out prompts, native size
+    python -m tools.train_tiny.evaluate controls --size quick            # guidance off, shuffled prompts
+    python -m tools.train_tiny.evaluate density  --prompts 8             # trained and random weights
+    python -m tools.train_tiny.evaluate timing                           # one dense generation, by part
+
+Each part adds its rows to figures.json beside the weights, with the command's settings.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from heart_attention import tiny
+
+from .density import DensityMeter, watch_attention
+from .export import PACKAGE
+
+FIGURES = PACKAGE / "figures.json"
+SHEET = Path(__file__).resolve().parents[2] / "docs" / "images" / "tiny_contact_sheet.png"
+SIZES = {"native": tiny.NATIVE, "quick": tiny.QUICK}
+
+
+def generate(pipe, prompt: str, call: dict, seed: int = 0) -> np.ndarray:
+    """Frames [T, H, W, 3] in 0..1."""
+    return pipe(prompt, generator=torch.Generator().manual_seed(seed), **call).frames[0]
+
+
+def call_for(size: str, steps: int | None = None, guidance: float | None = None) -> dict:
+    """Arguments of a pipeline call for a named size."""
+    call = dict(SIZES[size])
+    if steps is not None:
+        call["num_inference_steps"] = steps
+    if guidance is not None:
+        call["guidance_scale"] = guidance
+    return call
+
+
+def score(pipe, shown: list[str], asked: list[str], call: dict) -> tuple[dict, list[np.ndarray]]:
+    """Generate for the `shown` prompts and check against the `asked` ones."""
+    clips = [generate(pipe, p, call, seed=i) for i, p in enumerate(shown)]
+    checks = [tiny.check(c, p) for c, p in zip(clips, asked, strict=True)]
+    rates = {k: float(np.mean([c[k] for c in checks])) for k in ("background", "colour", "motion")}
+    rates["all"] = float(np.mean([c["background"] and c["colour"] and c["motion"] for c in checks]))
+    failures = [
+        {"prompt": p, "seen": {k: c["seen"][k] for k in ("background", "colour", "motion")}}
+        for p, c in zip(asked, checks, strict=True)
+        if not (c["background"] and c["colour"] and c["motion"])
+    ]
+    return {**rates, "prompts": len(shown), "failures": failures}, clips
+
+
+def contact_sheet(clips: list[np.ndarray], prompts: list[str], path: Path, columns: int = 3, frames: int = 4) -> None:
+    """One strip of frames a prompt, the prompt above it."""
+    height, width = clips[0].shape[1:3]
+    gap, label = 8, 14
+    cell = (frames * width + gap, height + label + gap)
+    rows = -(-len(clips) // columns)
+    sheet = Image.new("RGB", (columns * cell[0] + gap, rows * cell[1] + gap), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (clip, prompt) in enumerate(zip(clips, prompts, strict=True)):
+        x, y = gap + i % columns * cell[0], gap + i // columns * cell[1]
+        draw.text((x, y), prompt, fill="black")
+        picks = np.linspace(0, len(clip) - 1, frames).round().astype(int)
+        strip = np.concatenate([clip[t] for t in picks], axis=1)
+        sheet.paste(Image.fromarray((strip * 255).round().astype(np.uint8)), (x, y + label))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path, optimize=True)
+
+
+def measure_density(pipe, prompts: list[str], call: dict, warmup: int = 5, stride: int = 1) -> dict:
+    """Mean density by XAttention's rule over heads, steps after warm-up, both guidance branches and prompts."""
+    grid = tiny.tokens(**call)
+    layers = len(pipe.transformer.blocks)
+    steps = set(range(warmup, call["num_inference_steps"], stride))
+    tables = {"raster": [], "tiles": []}
+    for i, prompt in enumerate(prompts):
+        meter = DensityMeter(layers, grid, steps, branches=2 if call["guidance_scale"] > 1 else 1)
+        with watch_attention(meter.see, int(np.prod(grid))):
+            generate(pipe, prompt, {**call, "output_type": "latent"}, seed=i)
+        for order in tables:
+            tables[order].append(meter.table(order))
+    result = {"prompts": len(prompts), "steps": sorted(steps), "tokens": int(np.prod(grid))}
+    for order, found in tables.items():
+        heads = torch.stack(found).mean(0)  # [L, H]
+        result[order] = {
+            "mean": round(heads.mean().item(), 4),
+            "lowest": round(heads.min().item(), 4),
+            "highest": round(heads.max().item(), 4),
+            "heads": [[round(v, 3) for v in row] for row in heads.tolist()],
+        }
+    return result
+
+
+def measure_time(pipe, call: dict) -> dict:
+    """Seconds of one dense generation and the share of denoising spent in video self-attention."""
+    spent = {"attention": 0.0}
+    from diffusers.models.transformers import transformer_wan
+
+    original, tokens = transformer_wan.dispatch_attention_fn, int(np.prod(tiny.tokens(**call)))
+
+    def timed(query, key, value, *args, **kwargs):
+        begin = time.perf_counter()
+        out = original(query, key, value, *args, **kwargs)
+        if query.shape[1] == key.shape[1] == tokens:
+            spent["attention"] += time.perf_counter() - begin
+        return out
+
+    transformer_wan.dispatch_attention_fn = timed
+    try:
+        begin = time.perf_counter()
+        generate(pipe, tiny.prompts("demo")[0], call)
+        total = time.perf_counter() - begin
+    finally:
+        transformer_wan.dispatch_attention_fn = original
+    return {
+        "seconds": round(total, 1),
+        "attention_seconds": round(spent["attention"], 1),
+        "attention_share": round(spent["attention"] / total, 3),
+        "threads": torch.get_num_threads(),
+        "steps": call["num_inference_steps"],
+    }
+
+
+def record(name: str, row: dict, path: Path = FIGURES) -> None:
+    """Put a row into figures.json."""
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    figures[name] = row
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def run_check(pipe, args, call: dict) -> None:
+    """Held-out prompts as they are."""
+    prompts = tiny.prompts("heldout")[: args.prompts or 24]
+    rates, clips = score(pipe, prompts, prompts, call)
+    contact_sheet(clips, prompts, args.sheet)
+    record("check", {**rates, "call": call}, args.figures)
+
+
+def run_controls(pipe, args, call: dict) -> None:
+    """Guidance off, and each clip checked against another prompt than its own."""
+    prompts = tiny.prompts("heldout")[: args.prompts or 24]
+    rates, clips = score(pipe, prompts, prompts, {**call, "guidance_scale": 1.0})
+    record("guidance_off", {**rates, "call": {**call, "guidance_scale": 1.0}}, args.figures)
+    rates, clips = score(pipe, prompts, prompts, call)
+    record("guided_same_size", {**rates, "call": call}, args.figures)
+    others = prompts[7:] + prompts[:7]
+    checks = [tiny.check(c, p) for c, p in zip(clips, others, strict=True)]
+    shuffled = {k: float(np.mean([c[k] for c in checks])) for k in ("background", "colour", "motion")}
+    record("shuffled_prompts", {**shuffled, "prompts": len(prompts), "call": call}, args.figures)
+
+
+def run_density(pipe, args, call: dict) -> None:
+    """Head densities of the trained weights and of the random control."""
+    prompts = tiny.prompts("heldout")[: args.prompts or 8]
+    record("density", measure_density(pipe, prompts, call, args.warmup, args.stride), args.figures)
+    control = measure_density(tiny.load_random(), prompts[:2], call, args.warmup, args.stride)
+    record("density_random", control, args.figures)
+
+
+def run_timing(pipe, args, call: dict) -> None:
+    """Seconds of a dense generation."""
+    record("timing", measure_time(pipe, call), args.figures)
+
+
+PARTS = {"check": run_check, "controls": run_controls, "density": run_density, "timing": run_timing}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--size", choices=SIZES, default="native")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--prompts", type=int, help="how many; the part's own number by default")
+    parser.add_argument("--warmup", type=int, default=5, help="first step whose density counts")
+    parser.add_argument("--stride", type=int, default=1, help="measure density at every n-th step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--figures", type=Path, default=FIGURES)
+    parser.add_argument("--sheet", type=Path, default=SHEET)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    PARTS[args.part](tiny.load(), args, call_for(args.size, args.steps))
+
+
+if __name__ == "__main__":
+    main()
