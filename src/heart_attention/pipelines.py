@@ -19,8 +19,11 @@ def load(model: str = "tiny", dtype: str | None = None, device: str | None = Non
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = getattr(torch, dtype) if dtype else (torch.bfloat16 if device != "cpu" else torch.float32)
     if model in TINY:
+        from diffusers.utils import logging
+
         from . import tiny
 
+        logging.get_logger("diffusers.pipelines.wan.pipeline_wan").setLevel("ERROR")  # it warns of any frame count here
         pipe = tiny.load(kind) if model == "tiny" else tiny.load_random(dtype=kind)
     else:
         from diffusers import DiffusionPipeline

@@ -45,7 +45,8 @@ def _cases(results: dict, folder: Path) -> tuple[list[dict], int]:
 def _note(row: dict) -> str:
     if row.get("psnr") is None:
         return "the reference"
-    return f"PSNR {row['psnr']:.1f} dB, density {row['density']:.2f}"
+    density = "all calls dense" if row["density"] is None else f"density {row['density']:.2f}"
+    return f"PSNR {row['psnr']:.1f} dB, {density}"
 
 
 def _grid(values: Any) -> list[list[float | None]]:
