@@ -54,8 +54,12 @@ class Budget:
         try:
             return cls(kind or "sparsity", float(value))
         except ValueError as error:
-            raise error if isinstance(error, HeartError) else HeartError(
-                f"the budget {text!r} is not shared=τ, sparsity=S or threshold=τ with a number from 0 to 1"
+            raise (
+                error
+                if isinstance(error, HeartError)
+                else HeartError(
+                    f"the budget {text!r} is not shared=τ, sparsity=S or threshold=τ with a number from 0 to 1"
+                )
             ) from None
 
     def __str__(self) -> str:
@@ -241,9 +245,10 @@ def _problem(E: np.ndarray, gain: np.ndarray, need: float) -> _Problem:
 
 
 def _dominated(cost: np.ndarray, gain: np.ndarray) -> np.ndarray:
-    """bool [n, K]: another candidate of the head costs no more and gains no less (of equals the first
-    stays).""" order = np.lexsort((np.broadcast_to(np.arange(cost.shape[1]), cost.shape), -gain, cost),
-    axis=1) sorted_gain = np.take_along_axis(gain, order, 1)
+    """bool [n, K]: another candidate of the head costs no more and gains no less (of equals one stays)."""
+    index = np.broadcast_to(np.arange(cost.shape[1]), cost.shape)
+    order = np.lexsort((index, -gain, cost), axis=1)
+    sorted_gain = np.take_along_axis(gain, order, 1)
     best_before = np.maximum.accumulate(sorted_gain, 1)[:, :-1]
     out = np.zeros(cost.shape, bool)
     np.put_along_axis(out, order[:, 1:], sorted_gain[:, 1:] <= best_before, 1)
@@ -346,8 +351,9 @@ def _rounding(problem: _Problem, price: float) -> float:
     cost = np.where(np.isfinite(problem.cost), problem.cost, 0.0)
     least = (problem.cost - price * problem.gain).argmin(1)  # where the minimum was taken
     rows = np.arange(len(least))
-    size = math.fsum(cost[rows, least] + price * np.abs(problem.gain[rows, least])) + price *
-    abs(problem.need) return 4 * np.finfo(np.float64).eps * size
+    size = math.fsum(cost[rows, least] + price * np.abs(problem.gain[rows, least]))
+    size += price * abs(problem.need)
+    return 4 * np.finfo(np.float64).eps * size
 
 
 def _moves(problem: _Problem, x: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -435,8 +441,9 @@ def _pareto(
         gain = (gain[:, None] + problem.gain[head, candidates]).ravel()
         paid = (paid[:, None] + r[head, candidates]).ravel()
         least_spare = np.maximum(gain + low_after[i + 1] - need, 0.0)
-        alive = np.nonzero((gain + high_after[i + 1] >= need - eps) & (paid + price * least_spare <=
-        limit))[0] alive = alive[_front(gain[alive], paid[alive] + price * gain[alive])]
+        within = (gain + high_after[i + 1] >= need - eps) & (paid + price * least_spare <= limit)
+        alive = np.nonzero(within)[0]
+        alive = alive[_front(gain[alive], paid[alive] + price * gain[alive])]
         if len(alive) > states:
             complete = False
             alive = _thin(alive, paid[alive] + price * least_spare[alive], gain[alive], states)
@@ -457,8 +464,8 @@ def _front(gain: np.ndarray, cost: np.ndarray) -> np.ndarray:
 
 
 def _thin(alive: np.ndarray, value: np.ndarray, gain: np.ndarray, states: int) -> np.ndarray:
-    """Too many states: keep the cheapest half of the allowed number, and as many spread evenly over the
-    gain.""" cheap = np.argsort(value, kind="stable")[: states // 2]
+    """Too many states: keep the cheapest, half of the number allowed, and as many spread over the gain."""
+    cheap = np.argsort(value, kind="stable")[: states // 2]
     spread = np.argsort(gain, kind="stable")[np.linspace(0, len(gain) - 1, states - states // 2).astype(int)]
     return alive[np.union1d(cheap, spread)]
 
@@ -540,8 +547,8 @@ def _integer_dp(cost: np.ndarray, steps: np.ndarray, capacity: int) -> np.ndarra
 
 
 def _cbc(problem: _Problem, attempts: int = 5, seconds: int = 300) -> tuple[np.ndarray, float, bool]:
-    """The ILP by CBC. Costs are scaled, the status is checked, the choice verified and bounded by our own
-    dual.""" import pulp
+    """The ILP by CBC: costs scaled, the status checked, the choice verified and bounded by our own dual."""
+    import pulp
 
     start, price = _start(problem)
     upper = problem.total_cost(start)
@@ -552,8 +559,9 @@ def _cbc(problem: _Problem, attempts: int = 5, seconds: int = 300) -> tuple[np.n
     # scale.
     usable = problem.cost <= upper
     ilp = pulp.LpProblem("heart", pulp.LpMinimize)
-    x = {(i, k): pulp.LpVariable(f"x_{i}_{k}", cat="Binary") for i, k in zip(*map(np.ndarray.tolist,
-    usable.nonzero()))} ilp += pulp.lpSum(problem.cost[i, k] / upper * 1e4 * v for (i, k), v in x.items())
+    pairs = np.argwhere(usable).tolist()
+    x = {(i, k): pulp.LpVariable(f"x_{i}_{k}", cat="Binary") for i, k in pairs}
+    ilp += pulp.lpSum(problem.cost[i, k] / upper * 1e4 * v for (i, k), v in x.items())
     for i in range(len(usable)):
         ilp += pulp.lpSum(x[i, k] for k in np.nonzero(usable[i])[0].tolist()) == 1
     # The row is scaled so that CBC's tolerance of 1e-9 there is below ours on the mean.
@@ -563,7 +571,9 @@ def _cbc(problem: _Problem, attempts: int = 5, seconds: int = 300) -> tuple[np.n
         if problem.feasible(choice):
             gap = max(problem.total_cost(choice) - lower, 0.0) + slack
             return choice, gap, False
-        ilp += pulp.lpSum(x[i, int(k)] for i, k in enumerate(choice)) <= len(choice) - 1  # over the budget: not this one
+        ilp += (
+            pulp.lpSum(x[i, int(k)] for i, k in enumerate(choice)) <= len(choice) - 1
+        )  # over the budget: not this one
     raise HeartError(f"CBC gave {attempts} choices that miss the budget by its tolerance: use the exact solver")
 
 
