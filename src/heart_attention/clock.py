@@ -89,7 +89,8 @@ class Clock:
         self._last: dict[str, int] = {}  # branch -> its last step
         self._time: torch.Tensor | None = None  # last timestep seen, all its values
         self._count = 0  # changes of the timestep in this generation
-        self._calls = 0  # unnamed calls at this timestep
+        self._calls = 0  # unnamed calls at this step
+        self._here: set[str] = set()  # named branches called at this step
         self._fresh = True
 
     # -- what the pipeline tells ------------------------------------------------------------------------
@@ -133,16 +134,17 @@ class Clock:
         if self._starts_over(value, step):
             self.reset()
         changed = self._time is None or time.shape != self._time.shape or not torch.equal(time, self._time)
-        repeated = not changed and self._name is not None and self._name in self._last
-        if self._time is not None and (changed or repeated):
-            self._count, self._calls = self._count + 1, 0
+        if self._time is not None and (changed or self._name in self._here):
+            self._next_step(self._count + 1)
         self._time = time.clone()
-        if step is None:
-            step = self._count
-        elif step != self._count:  # equal timesteps in a row (Heun, rounding): the scheduler tells them apart
-            self._count, self._calls = step, 0
-        branch = self._unnamed() if self._name is None else self._name
-        return self._settle(step, branch, value)
+        if step is not None and step != self._count:  # it tells equal timesteps apart (Heun, rounding)
+            self._next_step(step)
+        if self._name is not None:
+            self._here.add(self._name)
+        return self._settle(self._count, self._unnamed() if self._name is None else self._name, value)
+
+    def _next_step(self, step: int) -> None:
+        self._count, self._calls, self._here = step, 0, set()
 
     def _unnamed(self) -> str:
         """Without a context, the n-th call of a step is branch n."""
@@ -165,7 +167,7 @@ class Clock:
             return False
         if value != last:
             return value < last if self.rising else value > last
-        return self._name in self._last and self._count == 0 and step in (None, 0)
+        return self._name in self._here and self._count == 0 and step in (None, 0)
 
     def _find_scheduler(self) -> Any:
         return self._scheduler() if self._scheduler is not None else None
@@ -188,9 +190,9 @@ class Clock:
     def _settle(self, step: int, branch: str, value: float | None) -> Moment:
         last = self._last.get(branch)
         if last is not None and step <= last and self._fixed is None:
-            time, calls = self._time, self._calls
+            time, calls, here = self._time, self._calls, self._here
             self.reset()
-            self._time, self._calls, self._count = time, calls, step
+            self._time, self._calls, self._here, self._count = time, calls, here, step
         self._fresh = False
         self._last[branch] = step
         return Moment(step, branch, self.generation, value)

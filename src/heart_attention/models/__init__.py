@@ -6,6 +6,11 @@ import torch
 
 from ..errors import HeartError
 from .base import Family
+from .cogvideox import CogVideoX
+from .cosmos import Cosmos
+from .hunyuan import HunyuanVideo, HunyuanVideo15
+from .ltx import LTX
+from .mochi import Mochi
 from .wan import Wan, WanVACE
 
 # Class name of the transformer -> what differs in it.
@@ -13,6 +18,13 @@ FAMILIES: dict[str, Family] = {
     "WanTransformer3DModel": Wan(),
     "WanVACETransformer3DModel": WanVACE(),
     "SkyReelsV2Transformer3DModel": Wan(),
+    "HunyuanVideoTransformer3DModel": HunyuanVideo(),
+    "HunyuanVideo15Transformer3DModel": HunyuanVideo15(),
+    "CogVideoXTransformer3DModel": CogVideoX(),
+    "LTXVideoTransformer3DModel": LTX(),
+    "LTX2VideoTransformer3DModel": LTX(),
+    "MochiTransformer3DModel": Mochi(),
+    "CosmosTransformer3DModel": Cosmos(),
 }
 
 

@@ -61,9 +61,9 @@ class Family:
 
 
 def wrong_length(tokens: int, text: list[Text] | None, q: torch.Tensor) -> str | None:
-    """Whether the sequence is what grid and text say."""
-    expected = tokens if not text else tokens + text[0].prompt + text[0].unused
-    if q.shape[2] == expected:
+    """Whether the sequence is what grid and text say (anything goes where there is no grid)."""
+    expected = tokens + (text[0].prompt + text[0].unused if text else 0)
+    if not tokens or q.shape[2] == expected:
         return None
     return f"a sequence of {q.shape[2]} tokens where the video's grid gives {expected}"
 

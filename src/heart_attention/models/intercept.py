@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook, StateManager
+from torch._dynamo.eval_frame import skip_code
 
 from ..clock import Clock, Where
 from ..errors import HeartError
@@ -339,21 +340,31 @@ def _forget_children(transformer: torch.nn.Module) -> None:
 
 
 def _begin(attachment: Attachment, transformer: torch.nn.Module) -> Callable[..., None]:
-    """The hook that marks the start of a forward, also inside a compiled graph."""
-    names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
-    family, handle, start = attachment.family, attachment.handle, attachment.start
+    """The hook that marks the start of a forward.
 
-    def begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    torch.compile calls hooks outside its graphs, or, when a caller's graph holds the whole model, inside.
+    """
+    names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
+    family, handle = attachment.family, attachment.handle
+
+    def read(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args))
         given.update(kwargs)
-        timestep, grid, inputs = given.get("timestep"), family.grid(module.config, given), family.inputs(given)
-        if torch.compiler.is_compiling():
-            if not isinstance(timestep, torch.Tensor):
-                timestep = torch.tensor(float("nan") if timestep is None else float(timestep))
-            torch.ops.heart.start(handle, timestep, list(grid or ()), inputs)
-        else:
-            start(timestep, grid, inputs)
+        return given.get("timestep"), family.grid(module.config, given), family.inputs(given)
 
+    @torch.compiler.disable
+    def outside(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        attachment.start(*read(module, args, kwargs))
+
+    def begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            return outside(module, args, kwargs)
+        timestep, grid, inputs = read(module, args, kwargs)
+        if not isinstance(timestep, torch.Tensor):
+            timestep = torch.tensor(float("nan") if timestep is None else float(timestep))
+        torch.ops.heart.start(handle, timestep, list(grid or ()), inputs)
+
+    skip_code(begin.__code__)  # no graph of its own
     return begin
 
 

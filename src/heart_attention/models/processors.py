@@ -8,6 +8,7 @@ processors pass anyway; those that do not (CogVideoX, Mochi, Cosmos) announce th
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable
@@ -54,7 +55,7 @@ _traced = _Traced()  # thread-locals cannot be traced by torch.compile; tracing 
 
 def reason_not(processor: Any) -> str | None:
     """Why this processor cannot be intercepted, or None."""
-    call = getattr(type(processor), "__call__", None)
+    call = inspect.getattr_static(type(processor), "__call__", None)
     if isinstance(processor, torch.nn.Module) or not hasattr(processor, "__dict__"):
         return "it is not a plain object"
     if not isinstance(call, types.FunctionType) or hasattr(call, "__wrapped__"):
@@ -184,15 +185,9 @@ def dispatch(
     odd = bool(dropout_p) or is_causal or scale is not None or enable_gqa or bool(attention_kwargs)
     if torch.compiler.is_compiling() and not odd:
         return torch.ops.heart.attend(query, key, value, attn_mask, backend.handle, backend.forward)
-    extra = {}
-    if odd:
-        extra = dict(
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            attention_kwargs=attention_kwargs,
-        )
+    extra = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa} if odd else {}
+    if attention_kwargs:
+        extra["attention_kwargs"] = attention_kwargs
     return attend(backend, query, key, value, attn_mask, parallel_config, extra)
 
 
