@@ -1,0 +1,23 @@
+"""What many tests use: one thread for torch, a cache folder of their own, the embedded pipeline loaded once."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+
+
+@pytest.fixture(scope="session")
+def tiny_pipe():
+    """The embedded model; tests must leave it as they found it."""
+    from heart_attention import pipelines
+
+    return pipelines.load("tiny", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def small_call():
+    """A call of the embedded model that takes about a second: 4 × 8 × 8 = 256 video tokens, 7 steps."""
+    return {"height": 64, "width": 64, "num_frames": 3, "num_inference_steps": 7, "guidance_scale": 4.0,
+            "max_sequence_length": 64}  # fmt: skip

@@ -1,0 +1,117 @@
+"""The page itself: one file, no network, and at work in a real browser."""
+
+import json
+import re
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+from heart_attention import HeartError, report, video
+
+METHODS = ("dense", "xattention", "xattention+heart")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A results folder as `compare.run` leaves it, with made-up figures and real videos."""
+    out = tmp_path_factory.mktemp("results")
+    random, rows = np.random.default_rng(0), []
+    for prompt in ("a <b>red</b> circle", "a blue square"):
+        for i, method in enumerate(METHODS):
+            frames = np.clip(random.normal(120 + 20 * i, 30, (16, 64, 64, 3)), 0, 255).astype(np.uint8)
+            name = f"{method}-{len(rows)}"
+            video.write_mp4(out / "videos" / f"{name}.mp4", frames)
+            stats = {"config": {"_data": {"thresholds": 0.9}}, "records": [engine_record(random)]}
+            (out / "stats").mkdir(exist_ok=True)
+            (out / "stats" / f"{name}.json").write_text(json.dumps(stats))
+            psnr = None if method == "dense" else 30.0 + i
+            rows.append({
+                "method": method, "prompt": prompt, "seed": 0, "attention_s": 3.0 - i, "total_s": 5.0 - i,
+                "density": None if method == "dense" else 0.4, "refresh_rate": 0.5, "psnr": psnr, "ssim": None,
+                "video": f"videos/{name}.mp4", "stats": f"stats/{name}.json", "parts_s": {"attention": 3.0 - i},
+            })  # fmt: skip
+    results = {"schema": "heart-results/1", "provenance": {"machine": "test"}, "rows": rows,
+               "conventions": {"psnr": "mean over frames"}}  # fmt: skip
+    (out / "results.json").write_text(json.dumps(results))
+    return out
+
+
+def engine_record(random) -> dict:
+    shape = (2, 4, 3)  # layers, steps, heads
+    return {"branch": "cond", "dense": [[True, False, False, False]] * 2, "density": random.random(shape).tolist(),
+            "refreshed": (random.random(shape) > 0.5).astype(float).tolist()}  # fmt: skip
+
+
+def test_page_is_self_contained_and_escaped(folder):
+    text = report.build(folder).read_text()
+    assert len(text) < 10_000_000
+    assert not re.search(r"https?://(?!www\.w3\.org)", text)
+    assert "<b>red</b>" not in text and "&lt;b&gt;red" in text
+    for method in METHODS:
+        assert method in text
+    assert "attention 3.00× and the denoising model" in text
+
+
+def test_a_lost_video_is_one_sentence(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "r")
+    next((tmp_path / "r" / "videos").glob("dense*.mp4")).unlink()
+    with pytest.raises(HeartError, match="is gone"):
+        report.build(tmp_path / "r")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("needs chromium and chromedriver (Debian packages chromium, chromium-driver)")
+    selenium = pytest.importorskip("selenium.webdriver")
+    options = selenium.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+                 "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"):  # fmt: skip
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = selenium.Chrome(options, selenium.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def wait_for(driver, script: str, seconds: float = 20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := driver.execute_script(f"return {script}"):
+            return value
+        time.sleep(0.1)
+    raise AssertionError(f"never true in the browser: {script}")
+
+
+def test_in_a_browser(folder, browser):
+    page = report.build(folder)
+    for width in (1200, 390):
+        browser.set_window_size(width, 900)
+        browser.get(page.as_uri())
+        wait_for(browser, "[...document.querySelectorAll('.case:not([hidden]) video')].every(v => v.currentTime > 0.1)")
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")  # no sideways scroll
+    assert browser.get_log("browser") == []
+    # pausing, the difference view, another prompt
+    browser.find_element("id", "play").click()
+    assert browser.execute_script("return document.querySelector('video').paused")
+    browser.find_element("id", "diff").click()
+    wait_for(
+        browser,
+        "document.querySelectorAll('canvas')[1].width > 1 && document.querySelectorAll('canvas')[1].offsetWidth > 0",
+    )
+    browser.execute_script("const c = document.getElementById('case'); c.value = 1; c.onchange()")
+    assert browser.execute_script("return document.querySelectorAll('.case:not([hidden])').length") == 1
+
+
+def test_hover_shows_the_value(folder, browser):
+    from selenium.webdriver import ActionChains
+
+    browser.set_window_size(1200, 900)
+    browser.get(report.build(folder).as_uri())
+    cell = browser.find_element("css selector", "details[open] rect.cell")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", cell)
+    ActionChains(browser).move_to_element(cell).perform()
+    assert "layer 0, head 0" in wait_for(browser, "document.getElementById('tip').textContent")
