@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import HeartError
 from .plan import Plan, make_plan
 
-__all__ = ["Kernel", "Plan", "available", "choose", "get", "make_plan", "names", "plan", "run"]
+__all__ = ["Kernel", "Plan", "available", "choose", "get", "make_plan", "names", "plan", "register", "run"]
 
 # Name -> module with the object KERNEL, quickest first. Imported on first use: some need packages of their own.
 _MODULES = {
@@ -58,15 +58,27 @@ class _Missing:
         raise HeartError(f"kernel {self.name!r} cannot serve: {self.reason}")
 
 
+_REGISTERED: dict[str, Kernel] = {}  # kernels of users' own, asked before ours
+
+
+def register(kernel: Kernel) -> None:
+    """Make a kernel of your own known; `auto` asks it before the built-in ones."""
+    if kernel.name in names() or kernel.name == "auto":
+        raise HeartError(f"a kernel named {kernel.name!r} is known already: choose another name")
+    _REGISTERED[kernel.name] = kernel
+
+
 def names() -> list[str]:
     """All kernel names, in the order in which `auto` asks them."""
-    return list(_MODULES)
+    return [*_REGISTERED, *_MODULES]
 
 
 def get(name: str) -> Kernel:
     """The kernel of that name, whether or not it can serve."""
+    if name in _REGISTERED:
+        return _REGISTERED[name]
     if name not in _MODULES:
-        raise HeartError(f"there is no kernel {name!r}: choose one of auto, {', '.join(_MODULES)}")
+        raise HeartError(f"there is no kernel {name!r}: choose one of auto, {', '.join(names())}")
     try:
         return importlib.import_module(f".{_MODULES[name]}", __name__).KERNEL
     except (ImportError, OSError) as error:
@@ -75,12 +87,12 @@ def get(name: str) -> Kernel:
 
 def available() -> dict[str, list[str]]:
     """Every kernel with the reasons why it cannot serve on this machine; no reasons: it can."""
-    return {name: get(name).reasons_not() for name in _MODULES}
+    return {name: get(name).reasons_not() for name in names()}
 
 
 def choose(mask: Any = None, q: Tensor | None = None, name: str = "auto") -> Kernel:
     """The named kernel, or with "auto" the first that can serve this mask and these queries."""
-    candidates = [get(name)] if name != "auto" else [get(each) for each in _MODULES]
+    candidates = [get(name)] if name != "auto" else [get(each) for each in names()]
     refusals = []
     for kernel in candidates:
         reasons = kernel.reasons_not(mask, q)
