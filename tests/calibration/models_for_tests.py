@@ -57,7 +57,8 @@ def wan_pipe(layers: int = 3, heads: int = 2, seed: int = 0) -> WanPipeline:
     transformer = wan_transformer(layers, heads, seed)
     encoder = UMT5EncoderModel(
         UMT5Config(
-            vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, is_encoder_decoder=False, use_cache=False
+            vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+            is_encoder_decoder=False, use_cache=False,
         )
     ).eval()  # fmt: skip
     vae = AutoencoderKLWan(
