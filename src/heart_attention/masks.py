@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import HeartError
 
 DENSE_TOKENS_LIMIT = 1 << 28  # entries of a token mask that `dense_tokens` agrees to write out
+TILE_SHAPES = 10  # shapes that `tile_order` tries
 
 
 @dataclass(frozen=True)
@@ -388,11 +389,13 @@ def _tile_order(grid: tuple[int, int, int], block: int) -> Tensor:
 
 
 def _tile_shapes(grid: tuple[int, int, int], block: int) -> list[tuple[int, int, int]]:
-    """Shapes of `block` tokens, those nearest to a cube first, long sides last; cut to the grid."""
+    """The few shapes of `block` tokens that are nearest to a cube, of those that fit the grid if any does."""
     divisors = [d for d in range(1, block + 1) if block % d == 0]
     shapes = [(t, h, block // (t * h)) for t in divisors for h in divisors if block % (t * h) == 0]
+    shapes = [s for s in shapes if all(a <= n for a, n in zip(s, grid))] or shapes
     shapes.sort(key=lambda s: (sum(s), s))
-    return list(dict.fromkeys(tuple(min(a, n) for a, n in zip(s, grid)) for s in shapes))  # type: ignore[misc]
+    cut = dict.fromkeys(tuple(min(a, n) for a, n in zip(s, grid)) for s in shapes)
+    return list(cut)[:TILE_SHAPES]  # type: ignore[return-value]
 
 
 def _order_by_tile(grid: tuple[int, int, int], tile: tuple[int, int, int]) -> Tensor:

@@ -1,15 +1,18 @@
-"""Lloyd's k-means of one head's tokens, Euclidean: the definition in plain PyTorch, chunked over tokens.
+"""Lloyd's k-means of one head's tokens, Euclidean, chunked over tokens.
 
-`lloyd` runs the C step where it was built (kernels/predict.py) and the PyTorch step everywhere else.
+The assignment runs in C where that was built (kernels/predict.py) and in PyTorch everywhere else.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..kernels import predict as native
 
 TOLERANCE = 1e-4  # a head stops once no centroid moves further than this
 CHUNK_FLOATS = 4 << 20  # entries of a distance matrix that exist at once
@@ -25,10 +28,12 @@ class Clusters(NamedTuple):
 
 
 def assign(x: Tensor, centroids: Tensor) -> Tensor:
-    """The nearest centroid of each token, ties to the lowest index: x [N, D], [C, D] -> int64 [N].
+    """The nearest centroid of each token, ties to the lowest index: x [N, D], [C, D] -> int64 [N]."""
+    return native.nearest(x, centroids) if native.serves(x, centroids) else torch_assign(x, centroids)
 
-    ‖x‖² is the same for all centroids and left out.
-    """
+
+def torch_assign(x: Tensor, centroids: Tensor) -> Tensor:
+    """`assign` in plain PyTorch: the definition. ‖x‖² is the same for all centroids and left out."""
     norms = centroids.square().sum(-1)  # [C]
     labels = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     step = max(1, CHUNK_FLOATS // centroids.shape[0])
@@ -49,14 +54,14 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]
 def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
     """k-means of x [N, D] from centroids [C, D], at most `iters` iterations, in fp32."""
     x, centroids = x.float().contiguous(), init.float()
-    for iteration in range(1, iters + 1):
+    iterations, shift = 0, math.inf
+    while iterations < iters and not shift < TOLERANCE:
         labels = assign(x, centroids)
         moved, sizes = means(x, labels, centroids)
-        shift = (moved - centroids).norm(dim=-1).amax()
+        shift = float((moved - centroids).norm(dim=-1).amax())
         centroids = moved
-        if shift < TOLERANCE:
-            break
-    return Clusters(labels, centroids, sizes, iteration)
+        iterations += 1
+    return Clusters(labels, centroids, sizes, iterations)
 
 
 def random_tokens(n: int, count: int, *key: object) -> Tensor:

@@ -82,6 +82,7 @@ class SVG2(Settings):
         q_clusters, k_clusters = (min(c, max(1, n_tokens)) for c in counts)
         return replace(self, q_clusters=q_clusters, k_clusters=k_clusters)
 
+    @torch.no_grad()
     def predict(
         self,
         q: Tensor,
@@ -116,6 +117,7 @@ class SVG2(Settings):
                 self._fill(mask, b, h, pair, float(tau[b, h]), text)
         return mask
 
+    @torch.no_grad()
     def cluster(self, x: Tensor, init: Tensor, iters: int) -> tuple[Tensor, Tensor, Tensor]:
         """k-means of x [B, H, N, D] from centroids `init` [B, H, C, D].
 
@@ -134,6 +136,7 @@ class SVG2(Settings):
         labels, centroids, sizes = (torch.stack(part).unflatten(0, (batch, heads)) for part in parts)
         return labels.to(torch.int16), centroids, sizes
 
+    @torch.no_grad()
     def map(self, q_centroids: Tensor, k_centroids: Tensor, k_sizes: Tensor, thresholds: Thresholds) -> Tensor:
         """Which key clusters each query cluster attends to: [B, H, Cq, D], [B, H, Ck, D], [B, H, Ck] -> bool."""
         if q_centroids.dim() != 4 or k_centroids.dim() != 4 or k_centroids.shape[:3] != k_sizes.shape:

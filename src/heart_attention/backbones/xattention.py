@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
+from ..kernels import predict as native
 from ..masks import BlockMask, Text, top_p
 from .base import Key, NoState, Settings, Thresholds, check_positive, check_qk, read_text, read_thresholds
 
 CHUNK_BLOCKS = 64  # query blocks a GEMM: enough to run at full speed, few enough for its result to stay in cache
+SCORE_FLOATS = 1 << 19  # scores that exist at once, unless one head has more
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,18 @@ class XAttention(Settings):
         """Itself: nothing here depends on the number of tokens."""
         return self
 
+    @torch.no_grad()
     def scores(self, q: Tensor, k: Tensor, order: Tensor | None = None) -> Tensor:
         """Block scores, fp32 [B, H, Mq, Mk]; padded blocks are included when `pad` is the original's."""
         check_qk(q, k)
         batch, heads, n_q, _ = q.shape
-        rows, cols = self._blocks(n_q), self._blocks(k.shape[2])
-        out = torch.empty(batch, heads, rows, cols, dtype=torch.float32, device=q.device)
-        for b in range(batch):
-            for h in range(heads):
-                self._score_head(q[b, h], k[b, h], order, out[b, h])
+        shape = (batch, heads, self._blocks(n_q), self._blocks(k.shape[2]))
+        out = torch.empty(shape, dtype=torch.float32, device=q.device)
+        q_heads, k_heads = ([x[b, h] for b in range(batch) for h in range(heads)] for x in (q, k))
+        self._score_heads(q_heads, k_heads, order, [*out.flatten(0, 1)])
         return out
 
+    @torch.no_grad()
     def predict(
         self,
         q: Tensor,
@@ -93,12 +96,15 @@ class XAttention(Settings):
         n_q, n_k = n - tail, k.shape[2]
         rows, cols = -(-n_q // self.block), -(-n_k // self.block)
         blocks = torch.ones(batch, n_heads, rows, cols, dtype=torch.bool, device=q.device)
-        scores = torch.empty(self._blocks(n_q), self._blocks(n_k), dtype=torch.float32, device=q.device)
-        for b in range(batch):
-            for h in range(n_heads):
-                if tau[b, h] < 1:
-                    self._score_head(q[b, h], k[b, h], order, scores)
-                    blocks[b, h] = self.select(scores[:rows], float(tau[b, h]))[:, :cols]
+        sparse = (tau < 1).nonzero().tolist()  # the others are dense by definition
+        shape = (self._blocks(n_q), self._blocks(n_k))
+        step = max(1, SCORE_FLOATS // math.prod(shape))
+        scores = torch.empty(min(step, len(sparse)), *shape, dtype=torch.float32, device=q.device)
+        for start in range(0, len(sparse), step):
+            part = sparse[start : start + step]
+            self._score_heads([q[b, h] for b, h in part], [k[b, h] for b, h in part], order, [*scores[: len(part)]])
+            for (b, h), found in zip(part, scores):
+                blocks[b, h] = self.select(found[:rows], float(tau[b, h]))[:, :cols]
         return BlockMask(blocks, self.block, n_q, n_k, order, tail)
 
     def select(self, scores: Tensor, thresholds: Tensor | float) -> Tensor:
@@ -148,24 +154,38 @@ class XAttention(Settings):
                 "choose pad='block' or a multiple of the block"
             )
 
-    def _score_head(self, q: Tensor, k: Tensor, order: Tensor | None, out: Tensor) -> None:
-        """Block scores of one head: q [N, D], k [N, D] -> out fp32 [Mq, Mk]."""
-        s, d = self.stride, q.shape[-1]
-        per_block = self.block // s
-        keys = _flipped_keys(k, order, s, per_block, out.shape[1])  # [per_block · Mk, S·D]
-        groups = -(-k.shape[0] // s)
-        hidden = out.shape[1] * per_block - groups if self.pad == "block" else 0
-        scale = 1 / (s * math.sqrt(d))
-        filled = -(-q.shape[0] // self.block)
-        out[filled:] = 0
-        step = min(CHUNK_BLOCKS, filled)
-        buffer = torch.empty(step * per_block, keys.shape[0], dtype=torch.float32, device=q.device)
-        for start in range(0, filled, step):
-            stop = min(start + step, filled)
-            rows = _query_groups(q, order, s, start * self.block, stop * self.block)  # [groups, S·D]
-            logits = buffer[: rows.shape[0]]
-            torch.addmm(logits, rows, keys.T, beta=0, alpha=scale, out=logits)
-            _block_sums(logits, per_block, hidden, out[start:stop])
+    def _score_heads(self, q: list[Tensor], k: list[Tensor], order: Tensor | None, out: list[Tensor]) -> None:
+        """Block scores of some heads: q [N, D], k [N, D] -> out fp32 [Mq, Mk] for each."""
+        s, per_block = self.stride, self.block // self.stride
+        visible = -(-k[0].shape[0] // s) if self.pad == "block" else out[0].shape[1] * per_block  # key groups with mass
+        filled = -(-q[0].shape[0] // self.block)  # block rows with tokens
+        for scores in out:
+            scores[filled:] = 0
+        out = [scores[:filled] for scores in out]
+        if native.serves(*q, *k):
+            native.block_scores(q, k, order, s, per_block, visible, out)
+        else:
+            for one, other, scores in zip(q, k, out):
+                _torch_scores(one, other, order, s, per_block, visible, scores)
+
+
+def _torch_scores(
+    q: Tensor, k: Tensor, order: Tensor | None, s: int, per_block: int, visible: int, out: Tensor
+) -> None:
+    """Block scores of one head in plain PyTorch: the definition. q, k [N, D] -> out fp32 [Mq, Mk].
+
+    `visible` groups of keys take part in the softmax; those after the last token have logit 0.
+    """
+    keys = _flipped_keys(k, order, s, per_block, out.shape[1])  # [per_block · Mk, S·D]
+    scale = 1 / (s * math.sqrt(q.shape[-1]))
+    block, step = s * per_block, min(CHUNK_BLOCKS, out.shape[0])
+    buffer = torch.empty(step * per_block, keys.shape[0], dtype=torch.float32, device=q.device)
+    for start in range(0, out.shape[0], step):
+        stop = min(start + step, out.shape[0])
+        rows = _query_groups(q, order, s, start * block, stop * block)  # [groups, S·D]
+        logits = buffer[: rows.shape[0]]
+        torch.addmm(logits, rows, keys.T, beta=0, alpha=scale, out=logits)
+        _block_sums(logits, per_block, keys.shape[0] - visible, out[start:stop])
 
 
 def _flipped_keys(k: Tensor, order: Tensor | None, s: int, per_block: int, blocks: int) -> Tensor:

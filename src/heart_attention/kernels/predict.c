@@ -1,0 +1,286 @@
+/* Prediction on a CPU: XAttention's block scores and the assignment step of k-means.
+ *
+ * Both are a matrix product whose result is used up where it is made: a softmax and block sums for the scores,
+ * a running minimum for k-means. The definitions are backbones/xattention.py and backbones/kmeans.py.
+ * Operands are packed into panels: ROWS rows or COLS columns side by side, all of one k next to each other.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include "simd.h"
+
+#define ROWS 6
+#define COLS (2 * VL)
+#define DEPTH 256     /* terms of a dot product at a time: a panel slice of both operands stays in the first cache */
+#define CHUNK_ROWS 96 /* rows of scores that exist at once, about */
+
+static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+static float *allocate(int64_t floats) { return aligned_alloc(64, (size_t)round_up(floats * 4 + 64, 64)); }
+
+/* acc = a · b for one ROWS × COLS tile: a [depth][ROWS], b [depth][COLS]. */
+INLINE void multiply(const float *a, const float *b, int64_t depth, vec acc[ROWS][2]) {
+    for (int i = 0; i < ROWS; i++) acc[i][0] = acc[i][1] = splat(0);
+    for (int64_t p = 0; p < depth; p++, a += ROWS, b += COLS) {
+        vec b0 = load(b), b1 = load(b + VL);
+        for (int i = 0; i < ROWS; i++) {
+            acc[i][0] += a[i] * b0;
+            acc[i][1] += a[i] * b1;
+        }
+    }
+}
+
+/* Tokens of one head: fp32 or bf16, any distance between tokens, optionally in another order. */
+typedef struct {
+    const void *data;
+    int64_t count, width, stride;
+    const int64_t *order;
+    int bf16;
+} tokens;
+
+/* Token `t` as floats, in `space` if it must be converted; NULL for padding. */
+INLINE const float *token(const tokens *x, int64_t t, float *space) {
+    if (t >= x->count) return NULL;
+    int64_t at = (x->order ? x->order[t] : t) * x->stride;
+    if (!x->bf16) return (const float *)x->data + at;
+    const uint16_t *from = (const uint16_t *)x->data + at;
+    for (int64_t d = 0; d < x->width; d++) space[d] = from_bf16(from[d]);
+    return space;
+}
+
+#ifdef __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE __builtin_shufflevector
+#endif
+#endif
+
+/* Four rows' next four numbers, turned, into panel rows `lanes` apart. */
+INLINE void turn(const float *const *from, int64_t d, float *panel, int lanes) {
+#ifdef SHUFFLE
+    typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+    four a = *(const four *)(from[0] + d), b = *(const four *)(from[1] + d);
+    four c = *(const four *)(from[2] + d), e = *(const four *)(from[3] + d);
+    four ab = SHUFFLE(a, b, 0, 4, 1, 5), ce = SHUFFLE(c, e, 0, 4, 1, 5);
+    four AB = SHUFFLE(a, b, 2, 6, 3, 7), CE = SHUFFLE(c, e, 2, 6, 3, 7);
+    *(four *)(panel) = SHUFFLE(ab, ce, 0, 1, 4, 5);
+    *(four *)(panel + lanes) = SHUFFLE(ab, ce, 2, 3, 6, 7);
+    *(four *)(panel + 2 * lanes) = SHUFFLE(AB, CE, 0, 1, 4, 5);
+    *(four *)(panel + 3 * lanes) = SHUFFLE(AB, CE, 2, 3, 6, 7);
+#else
+    for (int i = 0; i < 4; i++)
+        for (int lane = 0; lane < 4; lane++) panel[i * lanes + lane] = from[lane][d + i];
+#endif
+}
+
+/* `count` (at most 4) rows of numbers side by side into columns of a panel [width][lanes]. */
+INLINE void interleave(const float *const *from, int count, int64_t width, float *panel, int lanes) {
+    int64_t turned = count == 4 ? width / 4 * 4 : 0;
+    for (int64_t d = 0; d < turned; d += 4) turn(from, d, panel + d * lanes, lanes);
+    for (int i = 0; i < count; i++)
+        for (int64_t d = turned; d < width; d++) panel[d * lanes + i] = from[i][d];
+}
+
+/* Groups first .. first+lanes of `s` tokens into a panel [s · width][lanes]; reversed within the group for keys.
+ * Four groups at a time and each to its end, because a group lies in one piece of memory.
+ * `space` holds 5 tokens, the last of them zeros. */
+INLINE void pack_groups(const tokens *x, int64_t first, int64_t s, int reverse, float *panel, int lanes, float *space) {
+    const float *nothing = space + 4 * x->width;
+    for (int lane = 0; lane < lanes; lane += 4) {
+        int count = lanes - lane < 4 ? lanes - lane : 4;
+        for (int64_t r = 0; r < s; r++) {
+            const float *from[4];
+            for (int i = 0; i < count; i++) {
+                from[i] = token(x, (first + lane + i) * s + r, space + i * x->width);
+                if (!from[i]) from[i] = nothing;
+            }
+            int64_t place = reverse ? s - 1 - r : r;
+            interleave(from, count, x->width, panel + place * x->width * lanes + lane, lanes);
+        }
+    }
+}
+
+static float *packing_space(int64_t width) {
+    float *space = allocate(5 * width);
+    if (space) memset(space + 4 * width, 0, (size_t)width * 4);
+    return space;
+}
+
+/* ---- XAttention ---------------------------------------------------------------------------------------- */
+
+/* logits [rows][ld] = queries · keys for whole panels. */
+static void all_logits(const float *queries, const float *keys, int64_t rows, int64_t cols, int64_t depth,
+                       float *logits, int64_t ld) {
+    for (int64_t p = 0; p < depth; p += DEPTH) {
+        int64_t part = depth - p < DEPTH ? depth - p : DEPTH;
+        for (int64_t j = 0; j < cols; j += COLS)
+            for (int64_t i = 0; i < rows; i += ROWS) {
+                vec acc[ROWS][2];
+                multiply(queries + i * depth + p * ROWS, keys + j * depth + p * COLS, part, acc);
+                for (int r = 0; r < ROWS; r++)
+                    for (int c = 0; c < 2; c++) {
+                        float *to = logits + (i + r) * ld + j + c * VL;
+                        store(to, p ? load(to) + acc[r][c] : acc[r][c]);
+                    }
+            }
+    }
+}
+
+/* What all heads of a call share: sizes, and one thread's space. */
+typedef struct {
+    int64_t s, per_block, blocks, visible, depth, cols, chunk;
+    float scale, *space, *sums, *queries, *logits;
+} scorer;
+
+/* Adds one row's softmax, summed over the groups of a block, to out [blocks]; what is not visible has no mass. */
+static void add_row(const scorer *at, float *x, float *out) {
+    int64_t visible = at->visible, whole = round_up(visible, VL);
+    for (int64_t j = visible; j < whole; j++) x[j] = -INFINITY;
+    vec top = splat(-INFINITY);
+    for (int64_t j = 0; j < whole; j += VL) top = vmax(load(x + j), top);
+    float most = top[0], total = 0;
+    for (int i = 1; i < VL; i++) most = top[i] > most ? top[i] : most;
+    for (int64_t j = 0; j < whole; j += VL) store(x + j, vexp2((load(x + j) - most) * at->scale));
+    for (int64_t block = 0; block < at->blocks; block++) {
+        int64_t from = block * at->per_block, to = from + at->per_block < visible ? from + at->per_block : visible;
+        float sum = 0;
+        for (int64_t j = from; j < to; j++) sum += x[j];
+        at->sums[block] = sum;
+        total += sum;
+    }
+    float share = 1 / total;
+    for (int64_t block = 0; block < at->blocks; block++) out[block] += at->sums[block] * share;
+}
+
+/* Scores of the query groups start .. start+rows of one head. */
+static void score_rows(const scorer *at, const tokens *x, const float *keys, int64_t start, int64_t rows, float *out) {
+    for (int64_t i = 0; i < rows; i += ROWS)
+        pack_groups(x, start + i, at->s, 0, at->queries + i * at->depth, ROWS, at->space);
+    all_logits(at->queries, keys, round_up(rows, ROWS), at->cols, at->depth, at->logits, at->cols);
+    for (int64_t i = 0; i < rows; i++) {
+        float *to = out + (start + i) / at->per_block * at->blocks;
+        if (i % at->per_block == 0) memset(to, 0, (size_t)at->blocks * 4);
+        add_row(at, at->logits + i * at->cols, to);
+    }
+}
+
+/* Block scores of `heads` heads in turn: q[h], k[h] point to tokens, out[h] to [ceil(n_q / (s·per_block))][blocks].
+ * `visible` key groups take part in the softmax; those without tokens have logit 0. Returns 0, or 1 without memory. */
+int heart_block_scores(int64_t heads, const void *const *q, const void *const *k, float *const *out, int bf16,
+                       int64_t n_q, int64_t n_k, int64_t width, int64_t q_stride, int64_t k_stride,
+                       const int64_t *order, int64_t s, int64_t per_block, int64_t blocks, int64_t visible,
+                       int threads) {
+    scorer shared = {s, per_block, blocks, visible, s * width, round_up(visible, COLS), round_up(CHUNK_ROWS, per_block),
+                     (float)(1.4426950408889634 / ((double)s * sqrt((double)width))), 0, 0, 0, 0};
+    int64_t depth = shared.depth, groups = (n_q + s - 1) / s, padded = round_up(shared.chunk, ROWS);
+    float *panels = allocate(shared.cols * depth);
+    int failed = panels == NULL;
+    if (failed) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        scorer at = shared;
+        at.space = packing_space(width), at.sums = allocate(blocks);
+        at.queries = allocate(padded * depth), at.logits = allocate(padded * at.cols);
+        if (!at.space || !at.sums || !at.queries || !at.logits) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+        for (int64_t h = 0; h < (failed ? 0 : heads); h++) {
+            tokens queries = {q[h], n_q, width, q_stride, order, bf16};
+            tokens keys = {k[h], n_k, width, k_stride, order, bf16};
+#pragma omp for schedule(dynamic)
+            for (int64_t j = 0; j < at.cols; j += COLS)
+                pack_groups(&keys, j, s, 1, panels + j * depth, COLS, at.space);
+#pragma omp for schedule(dynamic)
+            for (int64_t start = 0; start < groups; start += at.chunk)
+                score_rows(&at, &queries, panels, start, groups - start < at.chunk ? groups - start : at.chunk, out[h]);
+        }
+        free(at.space);
+        free(at.sums);
+        free(at.queries);
+        free(at.logits);
+    }
+    free(panels);
+    return failed;
+}
+
+/* ---- k-means ------------------------------------------------------------------------------------------- */
+
+/* The nearest of `count` centroids for `rows` tokens in panels: least ‖c‖² − 2 x·c, ties to the lowest index. */
+static void nearest(const float *panels, const float *centroids, const float *norms, int64_t count, int64_t width,
+                    int64_t rows, float *values, int32_t *places, int64_t *labels) {
+    int64_t padded = round_up(rows, ROWS);
+    ivec lane;
+    for (int i = 0; i < VL; i++) lane[i] = i;
+    for (int64_t j = 0; j < count; j += COLS)
+        for (int64_t i = 0; i < padded; i += ROWS) {
+            vec acc[ROWS][2];
+            multiply(panels + i * width, centroids + j * width, width, acc);
+            for (int r = 0; r < ROWS; r++) {
+                float *value = values + (i + r) * VL;
+                int32_t *place = places + (i + r) * VL;
+                vec best = j ? load(value) : splat(INFINITY);
+                ivec at = j ? (ivec)load((float *)place) : (ivec){0};
+                for (int c = 0; c < 2; c++) {
+                    vec distance = load(norms + j + c * VL) - 2.0f * acc[r][c];
+                    ivec closer = distance < best;
+                    best = choose(closer, distance, best);
+                    at = (ivec)choose(closer, (vec)(lane + (int32_t)(j + c * VL)), (vec)at);
+                }
+                store(value, best);
+                store((float *)place, (vec)at);
+            }
+        }
+    for (int64_t i = 0; i < rows; i++) {
+        int found = 0;
+        for (int l = 1; l < VL; l++) {
+            float a = values[i * VL + l], b = values[i * VL + found];
+            if (a < b || (a == b && places[i * VL + l] < places[i * VL + found])) found = l;
+        }
+        labels[i] = places[i * VL + found];
+    }
+}
+
+#define TOKEN_ROWS 48 /* tokens that meet one panel of centroids while it is in the first cache */
+
+/* Labels [n] of tokens x [n][width] (fp32, rows `stride` apart) for centroids [count][width].
+ * Returns 0, or 1 without memory. */
+int heart_nearest(const float *x, int64_t n, int64_t width, int64_t stride, const float *centroids,
+                  const float *norms, int64_t count, int64_t *labels, int threads) {
+    tokens from = {x, n, width, stride, NULL, 0}, middles = {centroids, count, width, width, NULL, 0};
+    int64_t cols = round_up(count, COLS);
+    float *panels = allocate(cols * width), *bounds = allocate(cols);
+    int failed = !panels || !bounds;
+    if (!failed) {
+        for (int64_t j = 0; j < cols; j++) bounds[j] = j < count ? norms[j] : INFINITY; /* padding is never nearest */
+#pragma omp parallel num_threads(threads)
+        {
+            float *space = packing_space(width), *rows = allocate(TOKEN_ROWS * width);
+            float *values = allocate(TOKEN_ROWS * VL);
+            int32_t *places = (int32_t *)allocate(TOKEN_ROWS * VL);
+            if (!space || !rows || !values || !places) {
+#pragma omp atomic write
+                failed = 1;
+            }
+#pragma omp barrier
+            if (!failed) {
+#pragma omp for schedule(static)
+                for (int64_t j = 0; j < cols; j += COLS)
+                    pack_groups(&middles, j, 1, 0, panels + j * width, COLS, space);
+#pragma omp for schedule(dynamic, 4)
+                for (int64_t start = 0; start < n; start += TOKEN_ROWS) {
+                    int64_t part = n - start < TOKEN_ROWS ? n - start : TOKEN_ROWS;
+                    for (int64_t i = 0; i < part; i += ROWS)
+                        pack_groups(&from, start + i, 1, 0, rows + i * width, ROWS, space);
+                    nearest(rows, panels, bounds, count, width, part, values, places, labels + start);
+                }
+            }
+            free(space);
+            free(rows);
+            free(values);
+            free(places);
+        }
+    }
+    free(panels);
+    free(bounds);
+    return failed;
+}
