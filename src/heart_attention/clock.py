@@ -131,9 +131,9 @@ class Clock:
         time = torch.as_tensor(float("nan") if timestep is None else timestep).detach().cpu()
         value = _value(time, wait=True)
         step = self._scheduler_step(time)
-        if self._starts_over(value, step):
-            self.reset()
         changed = self._time is None or time.shape != self._time.shape or not torch.equal(time, self._time)
+        if self._starts_over(value, step, changed):
+            self.reset()
         if self._time is not None and (changed or self._name in self._here):
             self._next_step(self._count + 1)
         self._time = time.clone()
@@ -155,7 +155,7 @@ class Clock:
         self._calls += 1
         return str(self._calls - 1)
 
-    def _starts_over(self, value: float | None, step: int | None) -> bool:
+    def _starts_over(self, value: float | None, step: int | None, changed: bool) -> bool:
         """New generation: noisier than before, a new table of timesteps, or the first step once more."""
         table, self._table = self._table, getattr(self._find_scheduler(), "timesteps", None)
         if self._time is None:
@@ -167,7 +167,7 @@ class Clock:
             return False
         if value != last:
             return value < last if self.rising else value > last
-        return self._name in self._here and self._count == 0 and step in (None, 0)
+        return not changed and self._name in self._here and self._count == 0 and step in (None, 0)
 
     def _find_scheduler(self) -> Any:
         return self._scheduler() if self._scheduler is not None else None
