@@ -303,9 +303,12 @@ def _exact(problem: _Problem) -> tuple[np.ndarray, float, bool]:
     slack = _rounding(problem, price)
     x = _exchange(problem, x, r, price)
     for work in _WORK:
-        gap = problem.total_cost(x) - lower
+        cost = problem.total_cost(x)
+        gap = cost - lower
         if gap <= slack:
             return x, slack, True
+        if work > _WORK[0] and gap <= 1e-9 * cost:  # as good as closed, and the rest is a matter of subset sums
+            break
         x, complete = _pareto(problem, x, r, price, gap + slack, work)
         if complete:
             return x, slack, True
@@ -336,7 +339,20 @@ def _dual(problem: _Problem, low: np.ndarray) -> tuple[np.ndarray, float]:
             high = x
         else:
             low = x
-    return high, price
+    return _fill(problem, low, high), price
+
+
+def _fill(problem: _Problem, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """From `high`, take heads back to `low` while the budget holds: where many tie, far better than either."""
+    x = high.copy()
+    rows = np.nonzero(low != high)[0]
+    less = problem.gain[rows, high[rows]] - problem.gain[rows, low[rows]]
+    spare = problem.total_gain(high) - problem.need
+    for i in np.argsort(-less, kind="stable"):
+        if less[i] <= spare and problem.cost[rows[i], low[rows[i]]] <= problem.cost[rows[i], high[rows[i]]]:
+            x[rows[i]] = low[rows[i]]
+            spare -= less[i]
+    return x if problem.feasible(x) else high
 
 
 def _lagrangian(problem: _Problem, price: float) -> tuple[float, np.ndarray]:
@@ -368,13 +384,14 @@ def _moves(problem: _Problem, x: np.ndarray, keep: np.ndarray) -> tuple[np.ndarr
     )
 
 
-def _exchange(problem: _Problem, x: np.ndarray, r: np.ndarray, price: float, rounds: int = 200) -> np.ndarray:
+def _exchange(problem: _Problem, x: np.ndarray, r: np.ndarray, price: float, work: int = 1_000_000) -> np.ndarray:
     """Improve a within-budget choice by changing one head, or two at once, while that helps."""
     x = x.copy()
-    for _ in range(rounds):
+    while work > 0:
         spare = problem.total_gain(x) - problem.need
         limit = math.fsum(r[np.arange(len(x)), x]) + price * spare  # what is left to win at this price
         head, candidate, cost, gain = _moves(problem, x, r <= limit)
+        work -= len(head) + len(x)
         picked = _best_one(cost, gain, spare)
         pair = _best_two(head, cost, gain, spare)
         if pair and (picked is None or cost[list(pair)].sum() < cost[picked]):
@@ -415,43 +432,81 @@ def _best_two(head: np.ndarray, cost: np.ndarray, gain: np.ndarray, spare: float
 def _pareto(
     problem: _Problem, x: np.ndarray, r: np.ndarray, price: float, limit: float, work: int
 ) -> tuple[np.ndarray, bool]:
-    """Go through all choices with Σr + λ·(ΣS - B) < limit; the best of them, and whether none was left out.
+    """Go through all choices with Σr + λ·(ΣS - B) ≤ limit; the best of them, and whether none was left out.
 
-    A state is (gain, Σr) of the heads so far. One is dropped when another gains no less and costs no more,
-    when the budget is out of its reach, or when what it must pay at least is above the limit.
+    The heads with more than one candidate left are dealt into two halves, each is gone through by itself, and
+    the two lists of states meet: n states a half stand for n² choices.
     """
     keep = r <= limit
     free = np.nonzero(keep.sum(1) > 1)[0]
     fixed = np.where(keep, r, np.inf).argmin(1)
     rest = np.setdiff1d(np.arange(len(x)), free)
     need = problem.need - math.fsum(problem.gain[rest, fixed[rest]])
-    kept_gain = np.where(keep, problem.gain, np.nan)[free]
-    low, high = np.nanmin(kept_gain, 1), np.nanmax(kept_gain, 1)
-    order = np.argsort(-(high - low), kind="stable")  # wide heads first: the window closes quickly
-    free, low, high = free[order], low[order], high[order]
-    low_after = np.append(np.cumsum(low[::-1])[::-1], 0.0)
-    high_after = np.append(np.cumsum(high[::-1])[::-1], 0.0)
-    eps = 1e-13 * (1.0 + np.abs(problem.gain).sum(1).max() * len(x))
-
+    low = np.where(keep, problem.gain, np.inf)[free].min(1)
+    high = np.where(keep, problem.gain, -np.inf)[free].max(1)
+    order = np.argsort(low - high, kind="stable")  # wide heads first: the window closes quickly
     states = max(work // int(keep[free].sum()), 16)
-    gain, paid, complete = np.zeros(1), np.zeros(1), True
-    back: list[tuple[np.ndarray, np.ndarray]] = []
-    for i, head in enumerate(free):
+    halves = []
+    for part in (order[::2], order[1::2]):
+        other = np.setdiff1d(order, part)
+        window = _Window(need - high[other].sum(), need - low[other].sum(), price, limit)
+        halves.append(_half(problem, free[part], keep, r, window, states))
+    if not all(len(h.gain) for h in halves):
+        return x, all(h.complete for h in halves)
+    return _meet(problem, x, fixed, *halves, need, price), all(h.complete for h in halves)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What a half must bring so that the other can still make it: gain from `low`; above `high` it pays λ."""
+
+    low: float
+    high: float
+    price: float
+    limit: float
+
+
+@dataclass
+class _Half:
+    """States of one half of the heads: gain, Σr, and the way back to each."""
+
+    heads: np.ndarray
+    gain: np.ndarray
+    paid: np.ndarray
+    back: list[tuple[np.ndarray, np.ndarray]]
+    complete: bool = True
+
+    def put(self, x: np.ndarray, state: int) -> None:
+        """Write a state's candidates into x."""
+        for head, (parent, candidate) in zip(self.heads[::-1], self.back[::-1]):
+            x[head] = candidate[state]
+            state = int(parent[state])
+
+
+def _half(problem: _Problem, heads: np.ndarray, keep: np.ndarray, r: np.ndarray, window: _Window, states: int) -> _Half:
+    """All states of these heads that may be part of a better choice.
+
+    One is dropped when another gains no less and costs no more, when the budget is out of its reach, or when
+    what it must pay at least is above the limit.
+    """
+    low = np.array([problem.gain[h, keep[h]].min() for h in heads])
+    high = np.array([problem.gain[h, keep[h]].max() for h in heads])
+    low_after, high_after = (np.append(np.cumsum(v[::-1])[::-1], 0.0) for v in (low, high))
+    eps = 1e-13 * (1.0 + len(r))  # sums here are rounded, the final check is not
+    out = _Half(heads, np.zeros(1), np.zeros(1), [])
+    for i, head in enumerate(heads):
         candidates = np.nonzero(keep[head])[0]
-        gain = (gain[:, None] + problem.gain[head, candidates]).ravel()
-        paid = (paid[:, None] + r[head, candidates]).ravel()
-        least_spare = np.maximum(gain + low_after[i + 1] - need, 0.0)
-        within = (gain + high_after[i + 1] >= need - eps) & (paid + price * least_spare <= limit)
-        alive = np.nonzero(within)[0]
-        alive = alive[_front(gain[alive], paid[alive] + price * gain[alive])]
+        gain = (out.gain[:, None] + problem.gain[head, candidates]).ravel()
+        paid = (out.paid[:, None] + r[head, candidates]).ravel()
+        surely = paid + window.price * np.maximum(gain + low_after[i + 1] - window.high - eps, 0.0)
+        alive = np.nonzero((gain + high_after[i + 1] >= window.low - eps) & (surely <= window.limit))[0]
+        alive = alive[_front(gain[alive], paid[alive] + window.price * gain[alive])]
         if len(alive) > states:
-            complete = False
-            alive = _thin(alive, paid[alive] + price * least_spare[alive], gain[alive], states)
-        gain, paid = gain[alive], paid[alive]
-        back.append((alive // len(candidates), candidates[alive % len(candidates)]))
-        if not len(alive):
-            return x, complete
-    return _best_end(problem, x, fixed, free, back, paid + price * np.maximum(gain - need, 0.0)), complete
+            out.complete = False
+            alive = _thin(alive, surely[alive], gain[alive], states)
+        out.gain, out.paid = gain[alive], paid[alive]
+        out.back.append((alive // len(candidates), candidates[alive % len(candidates)]))
+    return out
 
 
 def _front(gain: np.ndarray, cost: np.ndarray) -> np.ndarray:
@@ -470,29 +525,25 @@ def _thin(alive: np.ndarray, value: np.ndarray, gain: np.ndarray, states: int) -
     return alive[np.union1d(cheap, spread)]
 
 
-def _best_end(
-    problem: _Problem,
-    x: np.ndarray,
-    fixed: np.ndarray,
-    free: np.ndarray,
-    back: list[tuple[np.ndarray, np.ndarray]],
-    value: np.ndarray,
+def _meet(
+    problem: _Problem, x: np.ndarray, fixed: np.ndarray, one: _Half, two: _Half, need: float, price: float
 ) -> np.ndarray:
-    """The best end state that really keeps the budget (sums taken anew), if it is better than x."""
+    """The best pair of states that really keeps the budget (sums taken anew), if it is better than x."""
+    order = np.argsort(-two.gain, kind="stable")
+    cost = (two.paid + price * two.gain)[order]
+    least = np.minimum.accumulate(cost)
+    where = np.maximum.accumulate(np.where(cost == least, np.arange(len(cost)), 0))
+    count = np.searchsorted(-two.gain[order], one.gain - need + 1e-13 * len(x), side="right")
+    partner = where[np.maximum(count - 1, 0)]
+    total = np.where(count > 0, one.paid + price * one.gain + cost[partner], np.inf)
     best, best_cost = x, problem.total_cost(x)
-    for state in np.argsort(value, kind="stable")[:16]:  # the first within the budget is best, up to rounding
-        trial = _trace(fixed, free, back, int(state))
-        if problem.feasible(trial) and (cost := problem.total_cost(trial)) < best_cost:
-            best, best_cost = trial, cost
+    for state in np.argsort(total, kind="stable")[:16]:  # the first within the budget is best, up to rounding
+        trial = fixed.copy()
+        one.put(trial, int(state))
+        two.put(trial, int(order[partner[state]]))
+        if count[state] and problem.feasible(trial) and (value := problem.total_cost(trial)) < best_cost:
+            best, best_cost = trial, value
     return best
-
-
-def _trace(fixed: np.ndarray, free: np.ndarray, back: list[tuple[np.ndarray, np.ndarray]], state: int) -> np.ndarray:
-    x = fixed.copy()
-    for head, (parent, candidate) in zip(free[::-1], back[::-1]):
-        x[head] = candidate[state]
-        state = int(parent[state])
-    return x
 
 
 # ---------------------------------------------------------------- the mean-threshold budget on its grid
