@@ -180,7 +180,7 @@ class Engine:
         if q.shape != k.shape:
             return "keys and queries of different shapes"
         if q.requires_grad and torch.is_grad_enabled():
-            return "gradients are wanted"
+            return self._once("gradients are wanted", "dense attention: gradients are wanted; use torch.no_grad()")
         return ""
 
     def _dense(self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, dense: Dense, reason: str) -> Tensor:
