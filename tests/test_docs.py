@@ -30,3 +30,13 @@ def test_links_lead_somewhere(page):
 def test_the_site_knows_every_page():
     listed = set(re.findall(r"(\S+\.md)", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {p.name for p in (ROOT / "docs").glob("*.md")}
+
+
+def test_every_error_sentence_is_in_the_troubleshooting_page():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("error_table", ROOT / "tools" / "error_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "run python tools/error_table.py"
+    assert sum(len(v) for v in module.errors().values()) > 50
