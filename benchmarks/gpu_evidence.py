@@ -124,9 +124,17 @@ def prediction_cases(d: int) -> Iterator[Case]:
     """XAttention scoring, k-means and pooling, bf16 tokens."""
     from heart_attention.kernels import triton_predict as predict
 
-    def case(name: str, function: str, types: dict, constants: dict, launch: dict, per_target: Any = None, dtype: str = "bf16") -> Case:
-        floats = {key: "*fp32" for key in ("sum_ptr", "top_ptr", "c_ptr", "norm_ptr", "out_ptr")}
-        ints = {key: "*i32" for key in ("perm_ptr", "label_ptr", "start_ptr")}
+    def case(
+        name: str,
+        function: str,
+        types: dict,
+        constants: dict,
+        launch: dict,
+        per_target: Any = None,
+        dtype: str = "bf16",
+    ) -> Case:
+        floats = dict.fromkeys(("sum_ptr", "top_ptr", "c_ptr", "norm_ptr", "out_ptr"), "*fp32")
+        ints = dict.fromkeys(("perm_ptr", "label_ptr", "start_ptr"), "*i32")
         return Case(
             name, "prediction", function, d, dtype, {**floats, **ints, **_tokens(dtype), **types}, constants,
             lambda target: launch, per_target or (lambda target: {}),
@@ -159,7 +167,7 @@ def prediction_cases(d: int) -> Iterator[Case]:
 
 
 def _tokens(dtype: str) -> dict[str, str]:
-    return {key: f"*{dtype}" for key in ("q_ptr", "k_ptr", "x_ptr")}
+    return dict.fromkeys(("q_ptr", "k_ptr", "x_ptr"), f"*{dtype}")
 
 
 def compile_case(case: Case, target: str) -> Usage:

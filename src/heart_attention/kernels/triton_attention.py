@@ -76,8 +76,8 @@ def config_for(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool
     """
     if target.startswith("gfx"):
         return _config_amd(d_pad, itemsize, rows)
-    if itemsize == 4 or d_pad > 128:  # wide tiles would not fit the register file
-        return Config(min(rows, 64), 32 if d_pad <= 128 else 16, 4 if rows < 64 else 8, 1)
+    if itemsize == 4 or d_pad > 128:
+        return _config_wide(d_pad, itemsize, rows)
     if rows < 128:
         return Config(rows, 64, 4, 2)
     if d_pad == 128 and not gathered and target.startswith("sm_12"):
@@ -85,10 +85,16 @@ def config_for(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool
     return Config(128, 64, 8, 3 if target == "sm_80" and not gathered else 2)
 
 
+def _config_wide(d_pad: int, itemsize: int, rows: int) -> Config:
+    """fp32 or heads over 128: larger tiles do not fit the register file."""
+    rows = min(rows, 64 if d_pad <= 128 else 32)
+    return Config(rows, 32 if d_pad * itemsize <= 256 else 16, 4 if rows < 32 else 8, 1)
+
+
 def _config_amd(d_pad: int, itemsize: int, rows: int) -> Config:
     """64 KiB of local memory a work group."""
     if itemsize == 4 or d_pad > 128:
-        return Config(min(rows, 64), 32 if d_pad <= 128 else 16, 4, 1)
+        return _config_wide(d_pad, itemsize, rows)
     return Config(rows, 64, 4 if rows < 128 else 8, 1)
 
 

@@ -1,0 +1,220 @@
+"""Kernel `flashinfer`: adapter to the sparse wrappers of the package flashinfer, used when it is installed.
+
+`VariableBlockSparseAttentionWrapper` takes a mask and block sizes per head, so it fits block masks (also with a
+short last block) and clusters alike; batch items become further heads. When all heads share one block mask that
+fills its blocks, `BlockSparseAttentionWrapper` serves, whose plan is far smaller. flashinfer plans for a head size,
+a type and a scale, so its own planning happens at the first run and is kept with the plan, that is with the mask.
+Written against flashinfer 0.7.2 (0.2 and later have the same arguments).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import HeartError
+from .plan import Plan, make_plan
+
+WORKSPACE = 128 << 20  # bytes; what flashinfer recommends
+INT_WORKSPACE = 8 << 20  # bytes flashinfer itself allocates for its schedule; it grows with the rows
+BYTES_A_ROW = 512  # generous room for one query row in that schedule
+PLAN_LIMIT = 128 << 20  # bytes; flashinfer lists every kept key of every query row, and each layer keeps such a plan
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (64, 128, 256)
+
+
+@functools.cache
+def module() -> Any:
+    """The package flashinfer; its import costs seconds, so nothing imports it before it is needed."""
+    return importlib.import_module("flashinfer")
+
+
+def installed() -> bool:
+    """Whether the package can be found (it is not imported)."""
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+class FlashInfer:
+    """Kernel `flashinfer`."""
+
+    name = "flashinfer"
+
+    def reasons_not(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
+        """Why it cannot serve; empty if it can."""
+        reasons = []
+        if not installed():
+            reasons.append("flashinfer is not installed: pip install 'heart-attention[gpu]'")
+        if not torch.cuda.is_available() or torch.version.hip:
+            reasons.append("no CUDA device is available to PyTorch")
+        elif torch.cuda.get_device_capability()[0] < 8:
+            reasons.append("it needs an NVIDIA GPU of capability 8.0 or later")
+        if q is not None:
+            if not q.is_cuda:
+                reasons.append(f"it runs on a GPU and the tensors are on {q.device.type}")
+            reasons += _reasons_input(q)
+        if mask is not None:
+            reasons += _reasons_mask(mask)
+        return reasons
+
+    def plan(self, mask: Any) -> Plan:
+        """Plan a mask; flashinfer's own planning waits for the head size and type of the first run."""
+        plan = make_plan(mask, self.name)
+        plan.extra["kept"] = mask.blocks if plan.kind == "block" else mask.map
+        plan.extra["block"] = mask.block if plan.kind == "block" else 0
+        plan.extra["shared"] = plan.kind == "block" and _shared(mask)
+        return plan
+
+    def run(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Attention over what the plan keeps, [B, H, N, D]."""
+        reasons = _reasons_input(q)
+        if reasons:
+            raise HeartError(f"the flashinfer kernel cannot run this: {'; '.join(reasons)}")
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        out = torch.empty_like(q) if out is None else out
+        wrapper = _wrapper(plan, q, scale)
+        run = _run_shared if plan.extra["shared"] else _run_variable
+        run(wrapper, plan, q, k, v, out)
+        if plan.tail:
+            n = plan.n_q
+            out[:, :, n:] = F.scaled_dot_product_attention(q[:, :, n:], k[:, :, n:], v[:, :, n:], scale=scale)
+        return out
+
+
+def _reasons_input(q: Tensor) -> list[str]:
+    reasons = []
+    if q.dtype not in DTYPES:
+        reasons.append(f"it takes bf16 and fp16, not {q.dtype}")
+    if q.shape[-1] not in HEAD_SIZES:
+        reasons.append(f"it takes head sizes 64, 128 and 256, not {q.shape[-1]}")
+    return reasons
+
+
+def _reasons_mask(mask: Any) -> list[str]:
+    """Every row of the mask lists its kept keys one by one, 4 bytes each, unless all heads share the mask."""
+    block = hasattr(mask, "blocks")
+    if block and _shared(mask):
+        return []
+    rows = (mask.blocks if block else mask.map).shape[2]
+    listed = 4 * rows * mask.n_k * float(mask.density().sum())
+    if listed <= PLAN_LIMIT:
+        return []
+    return [f"its plan of this mask would take {listed / 2**20:.0f} MB, over {PLAN_LIMIT >> 20}"]
+
+
+def _shared(mask: Any) -> bool:
+    """Whether one mask of whole blocks serves all heads and batch items."""
+    whole = mask.n_q % mask.block == 0 and mask.n_k % mask.block == 0
+    return whole and bool((mask.blocks == mask.blocks[:1, :1]).all())
+
+
+def _wrapper(plan: Plan, q: Tensor, scale: float) -> Any:
+    """flashinfer's planned wrapper for this mask, head size, type and scale; kept with the plan."""
+    key = ("wrapper", q.shape[-1], q.dtype, scale, q.device)
+    if key not in plan.extra:
+        make = _plan_shared if plan.extra["shared"] else _plan_variable
+        plan.extra[key] = make(plan, q, scale)
+    return plan.extra[key]
+
+
+@functools.cache
+def _workspace(device: torch.device) -> Tensor:
+    """One float workspace a device: calls run one after another on a stream, so all plans may share it."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _plan_variable(plan: Plan, q: Tensor, scale: float) -> Any:
+    kept = plan.extra["kept"].flatten(0, 1)  # [B·H, Mq, Mk]
+    heads = kept.shape[0]
+    workspace = _workspace(q.device)
+    wrapper = module().VariableBlockSparseAttentionWrapper(workspace, backend="auto")
+    rows = kept.shape[0] * kept.shape[1]
+    if rows * BYTES_A_ROW > INT_WORKSPACE:
+        schedule = torch.empty(rows * BYTES_A_ROW, dtype=torch.uint8, device=q.device)
+        wrapper.reset_workspace_buffer(workspace, schedule)
+    wrapper.plan(
+        block_mask_map=kept,
+        block_row_sz=_sizes(plan.q_starts, heads),
+        block_col_sz=_sizes(plan.k_starts, heads),
+        num_qo_heads=heads,
+        num_kv_heads=heads,
+        head_dim=q.shape[-1],
+        sm_scale=scale,
+        q_data_type=q.dtype,
+        kv_data_type=q.dtype,
+    )
+    return wrapper
+
+
+def _sizes(starts: Tensor, heads: int) -> Tensor:
+    """Block sizes of every head, int32 [heads, M]."""
+    sizes = starts.diff(dim=-1).to(torch.int32)
+    return sizes.expand(heads, -1).contiguous() if sizes.ndim == 1 else sizes.flatten(0, 1).contiguous()
+
+
+def _run_variable(wrapper: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    q, k, v = (_sorted(x[:, :, :n], perm) for x, n, perm in _sides(plan, q, k, v))
+    found = wrapper.run(q, k, v).view(*plan.shape, plan.n_q, -1)  # [B·H, N, D] in and out
+    _put(out[:, :, : plan.n_q], found, plan.q_perm)
+
+
+def _sides(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+    return (q, plan.n_q, plan.q_perm), (k, plan.n_k, plan.k_perm), (v, plan.n_k, plan.k_perm)
+
+
+def _sorted(x: Tensor, perm: Tensor | None) -> Tensor:
+    """Tokens in block order, heads and batch items in one dimension: [B·H, n, D]."""
+    if perm is None:
+        return x.reshape(-1, *x.shape[2:])
+    if perm.ndim == 1:
+        return x.index_select(2, perm.long()).flatten(0, 1)
+    return x.gather(2, perm.long()[..., None].expand(-1, -1, -1, x.shape[-1])).flatten(0, 1)
+
+
+def _put(out: Tensor, found: Tensor, perm: Tensor | None) -> None:
+    """Write tokens in block order back to their places."""
+    if perm is None:
+        out.copy_(found)
+    elif perm.ndim == 1:
+        out.index_copy_(2, perm.long(), found)
+    else:
+        out.scatter_(2, perm.long()[..., None].expand(-1, -1, -1, found.shape[-1]), found)
+
+
+def _plan_shared(plan: Plan, q: Tensor, scale: float) -> Any:
+    heads = plan.shape[0] * plan.shape[1]
+    wrapper = module().BlockSparseAttentionWrapper(_workspace(q.device), backend="auto")
+    block, rows = plan.extra["block"], plan.row_ptr[0, 0]
+    wrapper.plan(
+        (rows - rows[0]).to(torch.int32),
+        plan.cols[: int(rows[-1] - rows[0])].contiguous(),
+        plan.n_q,
+        plan.n_k,
+        block,
+        block,
+        heads,
+        heads,
+        q.shape[-1],
+        sm_scale=scale,
+        q_data_type=q.dtype,
+        kv_data_type=q.dtype,
+        o_data_type=q.dtype,
+    )
+    return wrapper
+
+
+def _run_shared(wrapper: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    sides = (_sorted(x[:, :, :n], perm).transpose(0, 1).contiguous() for x, n, perm in _sides(plan, q, k, v))
+    found = wrapper.run(*sides)  # [N, B·H, D]
+    _put(out[:, :, : plan.n_q], found.transpose(0, 1).unflatten(0, plan.shape), plan.q_perm)
+
+
+KERNEL = FlashInfer()

@@ -1,0 +1,110 @@
+"""The Triton kernels without a GPU: in the interpreter (a process of its own) and compiled ahead of time."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from heart_attention.errors import HeartError
+from heart_attention.kernels import triton_attention, triton_predict
+from heart_attention.masks import BlockMask
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(not triton_attention.installed(), reason="triton is not installed")
+
+
+def evidence():
+    """benchmarks/gpu_evidence.py as a module."""
+    path = HERE.parents[1] / "benchmarks" / "gpu_evidence.py"
+    spec = importlib.util.spec_from_file_location("gpu_evidence", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_evidence"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@needs_triton
+def test_interpreter_agrees_with_the_definitions():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, str(HERE / "triton_interpreted.py")], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def compile_within_limits(target, wanted):
+    module = evidence()
+    for case in module.cases():
+        if wanted(case):
+            usage = module.compile_case(case, target)
+            assert usage.passes, usage
+            assert usage.registers > 16
+
+
+@needs_triton
+def test_attention_compiles_within_limits():
+    compile_within_limits("sm_80", lambda case: case.kernel == "attention, clusters" and case.d == 128)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"])
+def test_every_kernel_compiles_within_limits(target):
+    compile_within_limits(target, lambda case: True)
+
+
+@needs_triton
+def test_limits_can_fail():
+    module = evidence()
+    usage = module.Usage("attention", "sm_80", 128, "bf16", "", 8, 2, 255, 65, 0, 1, 0.0)
+    assert not usage.passes
+    usage.spills, usage.shared = 64, 2
+    assert not usage.passes
+    usage.shared = 1
+    assert usage.passes
+    assert "**fails**" in module.page(
+        [], [], [{"kernel": "", "shape": "", "error": 1.0, "limit": 0.0, "passes": False}]
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_says_why_it_cannot_serve_here():
+    q = torch.zeros(1, 1, 20, 16)
+    reasons = triton_attention.KERNEL.reasons_not(None, q)
+    assert any("no CUDA or ROCm device" in r for r in reasons) and any("tensors are on cpu" in r for r in reasons)
+    plan = triton_attention.KERNEL.plan(BlockMask.full(1, 1, 20, 16))
+    with pytest.raises(HeartError, match="runs on a GPU and the tensors are on cpu"):
+        triton_attention.KERNEL.run(plan, q, q, q)
+    assert not triton_predict.serves(q, "XAttention scoring")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_120", "gfx942", "interpreter"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_configs_are_powers_of_two(target, itemsize, rows):
+    for d in (16, 64, 128, 256):
+        config = triton_attention.config_for(target, d, itemsize, rows, False)
+        for value in (config.block_m, config.block_n):
+            assert value >= 16 and value & (value - 1) == 0
+        assert config.block_m <= rows and config.block_n % triton_attention.RUN == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_the_gpu(dtype):
+    from heart_attention.backbones import SVG2, XAttention
+    from heart_attention.kernels import eager
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1000, 4, 128, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(3))
+    for mask in (XAttention().predict(q, k, 0.7), SVG2(10, 30, init_iters=3).predict(q, k, 0.7)):
+        got = triton_attention.KERNEL.run(triton_attention.KERNEL.plan(mask), q, k, v)
+        want = eager.KERNEL.run(eager.KERNEL.plan(mask), q, k, v)
+        limit = 2e-6 if dtype == torch.float32 else 2e-2
+        assert (got.float() - want.float()).abs().max() <= limit

@@ -1,0 +1,222 @@
+"""The Triton kernels in Triton's interpreter, fp32, against the definitions.
+
+Not collected by name: `test_triton.py` runs this file in a process with TRITON_INTERPRET=1, which must be set before
+Triton is imported. By hand: `TRITON_INTERPRET=1 pytest tests/kernels/triton_interpreted.py`.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from heart_attention import kernels
+from heart_attention.backbones import SVG2, XAttention, kmeans
+from heart_attention.errors import HeartError
+from heart_attention.kernels import eager, triton_attention, triton_predict
+from heart_attention.masks import BlockMask, ClusterMask
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
+torch.set_num_threads(1)
+few = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def qkv(g, n, d, heads=2, batch=1, scale=1.0):
+    """Views of [B, N, H, D], as diffusers hands them over."""
+    return [scale * torch.randn(batch, n, heads, d, generator=g).transpose(1, 2) for _ in range(3)]
+
+
+def random_blocks(g, n, block, density=0.4, heads=2, batch=1, **more):
+    m = -(-n // block)
+    blocks = torch.rand(batch, heads, m, m, generator=g) < density
+    blocks[..., int(torch.randint(m, (1,), generator=g))] = True
+    return BlockMask(blocks, block, n, n, **more)
+
+
+def random_clusters(g, n, q_clusters, k_clusters, density=0.4, heads=2, batch=1):
+    """Some clusters may be empty; the key cluster that every row keeps holds a token."""
+    q_labels = torch.randint(q_clusters, (batch, heads, n), generator=g).to(torch.int16)
+    k_labels = torch.randint(k_clusters, (batch, heads, n), generator=g).to(torch.int16)
+    kept = torch.rand(batch, heads, q_clusters, k_clusters, generator=g) < density
+    kept.scatter_(3, k_labels[..., :1, None].long().expand(-1, -1, q_clusters, -1), True)
+    return ClusterMask(kept, q_labels, k_labels)
+
+
+def both(mask, q, k, v, **more):
+    want = eager.KERNEL.run(eager.KERNEL.plan(mask), q, k, v, **more)
+    return triton_attention.KERNEL.run(triton_attention.KERNEL.plan(mask), q, k, v, **more), want
+
+
+def check(mask, q, k, v, **more):
+    got, want = both(mask, q, k, v, **more)
+    assert (got - want).abs().max() <= 2e-6
+
+
+@few
+@given(
+    n=st.integers(1, 90), block=st.sampled_from([16, 24, 64, 128]), d=st.sampled_from([8, 20, 32, 64]),
+    density=st.floats(0, 1), tail=st.integers(0, 9), ordered=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_blocks(n, block, d, density, tail, ordered, seed):
+    g = generator(seed)
+    order = torch.randperm(n, generator=g) if ordered else None
+    check(random_blocks(g, n, block, density, heads=1, order=order, tail=tail), *qkv(g, n + tail, d, heads=1))
+
+
+@few
+@given(
+    n=st.integers(1, 80), cq=st.integers(1, 5), ck=st.integers(1, 30), d=st.sampled_from([8, 33, 64]),
+    density=st.floats(0, 1), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_clusters(n, cq, ck, d, density, seed):
+    g = generator(seed)
+    check(random_clusters(g, n, cq, ck, density, heads=1), *qkv(g, n, d, heads=1))
+
+
+def test_two_batch_items_and_a_scale():
+    g = generator(0)
+    check(random_blocks(g, 70, 32, batch=2), *qkv(g, 70, 16, batch=2), scale=0.7)
+
+
+def test_more_queries_than_keys():
+    g = generator(1)
+    q, k, v = qkv(g, 60, 16, heads=1)
+    mask = BlockMask(torch.ones(1, 1, 2, 1, dtype=torch.bool), 32, 60, 20)
+    check(mask, q, k[:, :, :20], v[:, :, :20])
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 40.0])
+def test_huge_and_tiny_logits(scale):
+    g = generator(2)
+    q, k, v = qkv(g, 48, 32)
+    got, want = both(random_blocks(g, 48, 16), q * scale, k * scale, v)
+    logits = (q @ k.mT).abs().max() * scale**2 / math.sqrt(32)
+    assert (got - want).abs().max() <= 2e-6 + 2e-7 * logits  # a logit of 1e4 is itself known to 1e-3 only
+
+
+def test_a_first_tile_of_minus_infinity_is_no_nan():
+    q, k, v = qkv(generator(3), 40, 16)
+    q[..., 0] = 1.0
+    k[:, :, :16, 0] = -math.inf  # every logit of the first block
+    got, want = both(BlockMask.full(1, 2, 40, 16), q, k, v)
+    assert want.isfinite().all() and (got - want).abs().max() <= 2e-6
+
+
+def test_nan_spreads_only_to_rows_that_attend_to_it():
+    g = generator(4)
+    q, k, v = qkv(g, 64, 16)
+    mask = random_blocks(g, 64, 16, 0.3)
+    k[0, 0, 20] = math.nan
+    v[0, 1, 50] = math.inf
+    got, want = both(mask, q, k, v)
+    assert torch.equal(got.isfinite(), want.isfinite()) and not want.isfinite().all()
+
+
+def test_writes_into_out():
+    g = generator(5)
+    q, k, v = qkv(g, 50, 16)
+    out = torch.empty(1, 50, 2, 16).transpose(1, 2)
+    plan = triton_attention.KERNEL.plan(random_blocks(g, 50, 16))
+    got = kernels.run(plan, q, k, v, out=out)
+    assert got.data_ptr() == out.data_ptr()
+    assert torch.equal(got, kernels.run(plan, q, k, v))
+
+
+def test_runs_pack_touching_clusters():
+    labels = torch.arange(4, dtype=torch.int16).repeat_interleave(torch.tensor([3, 5, 20, 2]))[None, None]
+    kept = torch.tensor([[1, 1, 0, 1]], dtype=torch.bool)[None, None]
+    mask = ClusterMask(kept, torch.zeros_like(labels), labels)
+    runs, pointer = triton_attention.key_runs(triton_attention.KERNEL.plan(mask))
+    assert [(int(r) >> 5, int(r) & 31) for r in runs] == [(0, 8), (28, 2)]
+    assert pointer.tolist() == [0, 2]
+
+
+def test_longest_work_comes_first():
+    blocks = torch.eye(4, dtype=torch.bool)[None, None].clone()
+    blocks[0, 0, 2] = True
+    work = triton_attention.KERNEL.plan(BlockMask(blocks, 16, 60, 60)).extra["work16"]
+    assert work[0].tolist() == [0, 32, 48, 2, 6]
+    assert sorted(work[:, 1].tolist()) == [0, 16, 32, 48] and int(work[:, 2].max()) == 60
+
+
+@few
+@given(
+    n=st.integers(1, 160), d=st.sampled_from([8, 20, 40]), sizes=st.sampled_from([(16, 128), (16, 64), (8, 8), (4, 16)]),
+    pad=st.sampled_from(["block", 1]), ordered=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_scores(n, d, sizes, pad, ordered, seed):
+    g = generator(seed)
+    q, k, _ = qkv(g, n, d, scale=2.0)
+    order = torch.randperm(n, generator=g) if ordered else None
+    backbone = XAttention(*sizes, pad=pad if pad == "block" else 3 * sizes[1])
+    want = backbone.scores(q, k, order)
+    more = {"order": order, "q_blocks": want.shape[2], "k_blocks": want.shape[3], "masked": pad == "block"}
+    assert (triton_predict.xattention_scores(q, k, *sizes, **more) - want).abs().max() <= 4e-6  # rows sum to 16
+
+
+def test_scores_take_heads_in_turn(monkeypatch):
+    q, k, _ = qkv(generator(6), 100, 16, heads=3)
+    whole = triton_predict.xattention_scores(q, k, 16, 32)
+    monkeypatch.setattr(triton_predict, "SCORE_BYTES", 1)
+    assert torch.equal(triton_predict.xattention_scores(q, k, 16, 32), whole)
+
+
+@few
+@given(n=st.integers(1, 150), c=st.integers(1, 80), d=st.sampled_from([8, 33, 64]), seed=st.integers(0, 99))
+def test_assignment(n, c, d, seed):
+    g = generator(seed)
+    x, centroids, _ = qkv(g, max(n, c), d)
+    x, centroids = x[:, :, :n], centroids[:, :, :c]
+    got = triton_predict.kmeans_assign(x, centroids)
+    for h in range(2):
+        assert torch.equal(got[0, h].long(), kmeans.assign(x[0, h], centroids[0, h]))
+
+
+def test_ties_go_to_the_lowest_index():
+    x = torch.zeros(1, 1, 5, 16)
+    assert triton_predict.kmeans_assign(x, torch.ones(1, 1, 130, 16)).tolist() == [[[0] * 5]]
+
+
+@pytest.mark.parametrize("iters", [1, 6])
+def test_kmeans(iters):
+    g = generator(7)
+    x = qkv(g, 90, 16)[0]
+    x[0, 1] = x[0, 1].round()  # repeated values let this head stop early
+    init = x[:, :, :10].clone()
+    init[:, :, 4] = 100.0  # stays empty
+    found = triton_predict.kmeans(x, init, iters)
+    for h in range(2):
+        want = kmeans.lloyd(x[0, h], init[0, h], iters)
+        assert torch.equal(found.labels[0, h].long(), want.labels.long())
+        assert (found.centroids[0, h] - want.centroids).abs().max() <= 1e-6
+        assert torch.equal(found.sizes[0, h], want.sizes) and int(found.iterations[0, h]) == want.iterations
+
+
+def test_whole_prediction_to_output():
+    """What a GPU would do for a layer: cluster and map, then attention over the clusters."""
+    q, k, v = qkv(generator(8), 100, 16)
+    check(SVG2(5, 9, init_iters=2).predict(q, k, 0.6), q, k, v)
+
+
+@pytest.mark.parametrize("n", [1, 31, 2100])
+def test_pooled_means_and_drift(n):
+    q, k, _ = qkv(generator(9), n, 20)
+    assert (triton_predict.pooled_means(q) - q.mean(2)).abs().max() <= 1e-6
+    want = (q.mean(2) - k.mean(2)).abs().sum(-1) * 2
+    assert (triton_predict.pooled_drift(q, k, k.mean(2), q.mean(2)) - want).abs().max() <= 1e-5
+
+
+def test_refusals_name_the_value():
+    g = generator(10)
+    plan = triton_attention.KERNEL.plan(random_blocks(g, 20, 16))
+    with pytest.raises(HeartError, match="not 300"):
+        triton_attention.KERNEL.run(plan, *qkv(g, 20, 300))
+    with pytest.raises(HeartError, match=r"not torch\.float64"):
+        triton_attention.KERNEL.run(plan, *(x.double() for x in qkv(g, 20, 16)))
+    assert triton_predict.score_reasons(16, 48) and not triton_predict.score_reasons(16, 128)
