@@ -108,10 +108,13 @@ class _Problem:
     need: float
 
     def total_cost(self, x: np.ndarray) -> float:
-        return math.fsum(self.cost[np.arange(len(x)), x])
+        return math.fsum(self.cost[np.arange(len(x)), x].tolist())
 
     def total_gain(self, x: np.ndarray) -> float:
-        return math.fsum(self.gain[np.arange(len(x)), x])
+        return math.fsum(self.gain[np.arange(len(x)), x].tolist())
+
+    def totals(self, x: np.ndarray) -> tuple[float, float]:
+        return self.total_cost(x), self.total_gain(x)
 
     def feasible(self, x: np.ndarray) -> bool:
         return self.total_gain(x) >= self.need
@@ -323,22 +326,19 @@ def _argmin(score: np.ndarray, tie: np.ndarray) -> np.ndarray:
 
 
 def _dual(problem: _Problem, low: np.ndarray) -> tuple[np.ndarray, float]:
-    """Secants on the concave dual: the price λ* of gain, and the within-budget choice that is best at it."""
+    """Secants on the concave dual: the price λ* of gain, and a within-budget choice that is best at it."""
     high = _argmin(np.where(np.isfinite(problem.cost), -problem.gain, np.inf), -problem.cost)
-    price = 0.0
+    price, at_low, at_high = 0.0, problem.totals(low), problem.totals(high)
     for _ in range(500):  # every turn finds a new vertex of the dual's hull; a dozen is usual
-        (cost_low, gain_low), (cost_high, gain_high) = (
-            (problem.total_cost(x), problem.total_gain(x)) for x in (low, high)
-        )
-        price = max((cost_high - cost_low) / (gain_high - gain_low), 0.0)
+        price = max((at_high[0] - at_low[0]) / (at_high[1] - at_low[1]), 0.0)
         x = _argmin(problem.cost - price * problem.gain, problem.gain)
-        here = problem.total_cost(x) - price * problem.total_gain(x)
-        if here >= cost_low - price * gain_low - 1e-15 * (abs(cost_low) + price * abs(gain_low)):
+        cost, gain = problem.totals(x)
+        if cost - price * gain >= at_low[0] - price * at_low[1] - 1e-15 * (at_low[0] + price * abs(at_low[1])):
             break
-        if problem.feasible(x):
-            high = x
+        if gain >= problem.need:
+            high, at_high = x, (cost, gain)
         else:
-            low = x
+            low, at_low = x, (cost, gain)
     return _fill(problem, low, high), price
 
 
@@ -359,7 +359,7 @@ def _lagrangian(problem: _Problem, price: float) -> tuple[float, np.ndarray]:
     """L(λ), a lower bound up to `_rounding`, and the reduced costs r [n, K] ≥ 0."""
     reduced = problem.cost - price * problem.gain
     least = reduced.min(1)
-    return math.fsum([*least, price * problem.need]), reduced - least[:, None]
+    return math.fsum([*least.tolist(), price * problem.need]), reduced - least[:, None]
 
 
 def _rounding(problem: _Problem, price: float) -> float:
