@@ -255,7 +255,8 @@ class Engine:
         now = None
         norm = None
         if policy.features is not None:
-            now = reuse.features(call.q, call.k, policy.features, _seen(call, state.backbone))
+            seen = seen_tokens(call.text, call.q.shape[2], state.backbone, call.q.device)
+            now = reuse.features(call.q, call.k, policy.features, seen)
             if state.anchor is None:
                 call.drift = torch.zeros(state.cached.shape)
                 norm = call.drift
@@ -436,14 +437,13 @@ def _tiles(grid: tuple[int, int, int], n: int, text: Text | None, block: int, de
     return torch.cat([video[order], prompt]).to(device)
 
 
-def _seen(call: Call, backbone: Any) -> slice | Tensor | None:
+def seen_tokens(text: Text | None, n: int, backbone: Any, device: Any = None) -> slice | Tensor | None:
     """The tokens the predictor sees: no unused slots, and for SVG2, which clusters video alone, no prompt."""
-    text, n = call.text, call.q.shape[2]
     if text is None:
         return None
     if not hasattr(backbone, "q_clusters"):
         return slice(0, n - text.unused) if text.end == n else None
-    return slice(0, text.start) if text.end == n else text.video_index(n, call.q.device)
+    return slice(0, text.start) if text.end == n else text.video_index(n, device)
 
 
 def _reducer(call: Call) -> Callable[[Tensor], Tensor] | None:
