@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
 
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.calibration import error, heads, probes
 from heart_attention.calibration.heads import DENSE, Spec
 from heart_attention.calibration.replay import Replay
 from heart_attention.errors import HeartError
-
-from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
 
 BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
 FAMILIES = {"wan": (wan_transformer, wan_context), "hunyuan": (hunyuan_transformer, hunyuan_context)}

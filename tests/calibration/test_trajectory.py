@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models_for_tests import CALL, wan_context, wan_pipe, wan_transformer
 
 from heart_attention.calibration import trajectory
 from heart_attention.calibration.replay import Replay
 from heart_attention.errors import HeartError
-
-from models_for_tests import CALL, wan_context, wan_pipe, wan_transformer
 
 
 @pytest.fixture(scope="module")

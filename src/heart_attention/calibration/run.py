@@ -10,6 +10,7 @@ calibration that was killed goes on where it was and ends in the same bytes. Thr
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeartError
-from . import draws, solver
+from . import draws, file, solver
 from .gradient import Pass
 from .heads import DENSE, Spec
 from .store import Store
@@ -163,27 +164,28 @@ def draw_contexts(settings: Settings, layers: int, heads: int) -> Contexts:
     return Contexts(probes, calibration, held_out)
 
 
-def fingerprint(transformer: Any) -> dict[str, Any]:
-    """What makes this model this model (see `file.fingerprint`)."""
-    from . import file
-
-    return file.fingerprint(transformer)
+def weights_sample(transformer: Any) -> str:
+    """SHA-256 over some numbers of every weight: tells other values of the same shapes without reading them all."""
+    found = hashlib.sha256()
+    for name, weight in sorted(transformer.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", copy=True).float()
+        found.update(name.encode() + some.numpy().tobytes())
+    return found.hexdigest()
 
 
 def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
     """Everything that decides the result, as plain JSON; its hash names the work."""
-    import diffusers
-    import torch
-
     return {
-        "model": fingerprint(pipe.transformer),
+        "model": file.fingerprint(pipe.transformer),
+        "weights": weights_sample(pipe.transformer),
         "scheduler": type(pipe.scheduler).__name__,
         "backbone": settings.backbone.to_dict(),
         **{n: getattr(settings, n) for n in _PLAIN},
         "call": dict(settings.call),
         "error_settings": dict(settings.error_settings),
         "generator": draws.GENERATOR,
-        "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
+        "versions": file.versions(),
     }
 
 
@@ -477,7 +479,7 @@ def calibrate(
     outcome, verification, document = measure(
         pipe, settings, work, resume=resume, progress=progress, ray=ray, loader=loader
     )
-    return _to_file(pipe, settings, outcome, verification, document)
+    return _to_file(settings, outcome, verification, document)
 
 
 def measure(
@@ -491,7 +493,7 @@ def measure(
         )
     document = plan(pipe, settings)
     store = Store(work, document, resume)
-    layers, heads = _size(pipe.transformer)
+    layers, heads = document["model"]["layers"], document["model"]["heads"]
     with store.held():
         crew = _crew(pipe, settings, ray, loader)
         try:
@@ -515,18 +517,6 @@ def _crew(pipe: Any, settings: Settings, ray: str | None, loader: Callable[[], A
     return RayCrew(ray, loader, settings.job())
 
 
-def _size(transformer: Any) -> tuple[int, int]:
-    """Attention layers that are served, and heads in each."""
-    from ..models import intercept
-    from .replay import Tap
-
-    attachment = intercept.attach(transformer, Tap())
-    try:
-        return len(attachment.layers), int(attachment.layers[0].module.heads)
-    finally:
-        attachment.detach()
-
-
 def _verification(
     settings: Settings, contexts: Contexts, runner: Runner, outcome: Outcome, layers: int, heads: int
 ) -> dict[str, Any]:
@@ -543,7 +533,33 @@ def _verification(
     return out
 
 
-def _to_file(
-    pipe: Any, settings: Settings, outcome: Outcome, verification: dict[str, Any], document: dict[str, Any]
-) -> Any:
-    raise NotImplementedError  # replaced once the file format is there
+def _to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], document: dict[str, Any]) -> Any:
+    taus = np.asarray(settings.taus)
+    extra = dict(outcome.extra)
+    bands = extra.pop("bands", None)
+    call = settings.call
+    kept = ("shared", "strata", "velocity", "dense_steps", "order", "contexts", "rounds", "gamma", "start")
+    return file.Calibration(
+        thresholds=taus[np.asarray(outcome.choice)],
+        backbone=settings.backbone.to_dict(),
+        method=settings.method,
+        model=document["model"],
+        candidates=taus,
+        E=outcome.error,
+        S=outcome.sparsity,
+        bands=bands,
+        error={"name": settings.error, **settings.error_settings},
+        solver=outcome.report,
+        verification=verification,
+        height=call.get("height"),
+        width=call.get("width"),
+        frames=call.get("num_frames"),
+        steps=settings.steps,
+        scheduler=document["scheduler"],
+        prompts={"count": len(settings.prompts), "hash": file.prompts_hash(settings.prompts)},
+        seed=settings.seed,
+        versions=file.versions(),
+        settings={name: document[name] for name in kept}
+        | {"generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale"), "weights": document["weights"]},
+        extra=extra,
+    )

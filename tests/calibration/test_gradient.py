@@ -1,0 +1,193 @@
+"""Gradients against twins: autograd through plain masked attention, exact probes, and counted memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
+from scipy.stats import spearmanr
+
+from heart_attention.backbones import SVG2, XAttention
+from heart_attention.calibration import error, gradient, probes
+from heart_attention.calibration.heads import DENSE, Call, Spec
+from heart_attention.calibration.replay import Replay
+from heart_attention.errors import HeartError
+from heart_attention.kernels.eager import masked_attention
+from heart_attention.masks import Text, tile_order
+
+BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
+TAUS = (0.5, 0.7, 0.9)
+FAMILIES = {"wan": (wan_transformer, wan_context), "hunyuan": (hunyuan_transformer, hunyuan_context)}
+
+
+@pytest.mark.parametrize("case", ["block", "tiles", "tail", "cluster", "cluster text"])
+def test_attention_backward_equals_autograd(case):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    text = Text(60, 6, 4) if case in ("tail", "cluster text") else None
+    order = tile_order((2, 5, 7), 8) if case == "tiles" else None
+    backbone = BACKBONES["svg2" if case.startswith("cluster") else "xattention"]
+    mask = backbone.predict(q, k, [0.5, 0.8], text=text, order=order)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    w = ((leaves[0] @ leaves[1].mT) / 4).masked_fill(~mask.dense_tokens(), -torch.inf).softmax(-1)
+    out = w @ leaves[2]
+    grads = [torch.randn_like(out), torch.randn_like(out)]
+    found = gradient.attention_backward(mask, q, k, v, out.detach(), grads)
+    for g, triple in zip(grads, found):
+        expected = torch.autograd.grad(out, leaves, g, retain_graph=True)
+        for a, b in zip(triple, expected):
+            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+
+
+def _twin(replay, context, spec, choice):
+    """m by autograd through the whole model with plain masked attention and a zero leaf a layer."""
+    leaves, deltas, outputs = {}, {}, []
+    for branch in context.branches:
+
+        def serve(where, q, k, v, dense, name=branch.name):
+            call = Call(spec, where, name, q, k, v)
+            mask = call.mixed_mask(0, choice[where.layer]).dense_tokens()
+            full = (q @ k.mT) / q.shape[-1] ** 0.5
+            out = full.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            leaf = leaves[name, where.layer] = torch.zeros_like(out, requires_grad=True)
+            heads = range(out.shape[1])
+            deltas[name, where.layer] = [call.run(heads, c) - out.detach() for c in range(len(spec.candidates))]
+            return out + leaf
+
+        with torch.enable_grad(), replay.tap.serving(serve):
+            outputs.append(replay.forward(branch.inputs))
+    epsilon, reference = context.combine(outputs) - context.reference(), context.reference()
+    e = (epsilon * error.apply_weight(epsilon)).sum() / error.denominator(reference)
+    grads = dict(zip(leaves, torch.autograd.grad(e, list(leaves.values()))))
+    m = np.zeros((len(choice), 2, len(spec.candidates)))
+    for (name, layer), g in grads.items():
+        for c, delta in enumerate(deltas[name, layer]):
+            m[layer, :, c] += (g * delta).sum((0, 2, 3)).numpy()
+    return float(e.detach()), m
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_order_terms_equal_autograd_through_the_model(family, backbone):
+    make, context_of = FAMILIES[family]
+    model = make()
+    context, spec = context_of(model), Spec(BACKBONES[backbone], TAUS)
+    with Replay(model) as replay:
+        choice = [[1, 2] if layer % 2 else [2, 1] for layer in range(len(replay.layers))]
+        found = gradient.differentiate(replay, context, spec, choice, error.Spectral(), seed=0)
+        e, m = _twin(replay, context, spec, choice)
+        plain = probes.full_forward(replay, context, spec, dict(enumerate(choice)))
+        verified = gradient.verify(replay, context, spec, choice, error.Spectral())
+    assert found.error == verified["error"] == error.spectral(plain, context.reference())
+    assert found.error == pytest.approx(e, rel=1e-5)
+    assert np.abs(found.first - m).max() < 1e-5 * np.abs(m).max()
+    assert np.array_equal(found.own, np.asarray(verified["sparsity"]))
+    for layer, row in enumerate(choice):  # where a head is, nothing changes
+        assert all(found.first[layer, h, c] == 0 == found.second[layer, h, c] for h, c in enumerate(row))
+
+
+def test_first_order_terms_predict_small_moves():
+    """With δ scaled down the true change of the joint error approaches m."""
+    model = wan_transformer(layers=2)
+    context, spec, choice = wan_context(model), Spec(BACKBONES["xattention"], TAUS), [[1, 1], [1, 1]]
+    with Replay(model) as replay:
+        found = gradient.differentiate(replay, context, spec, choice, error.Spectral(), seed=0)
+        step, outputs = 1e-2, []
+        for branch in context.branches:
+
+            def serve(where, q, k, v, dense, name=branch.name):
+                call = Call(spec, where, name, q, k, v)
+                out = call.mixed(choice[where.layer], None)
+                if where.layer == 0:
+                    out = out + step * (call.mixed([1, 2], None) - out)
+                return out
+
+            with torch.no_grad(), replay.tap.serving(serve):
+                outputs.append(replay.forward(branch.inputs))
+    change = error.spectral(context.combine(outputs), context.reference()) - found.error
+    assert change / step == pytest.approx(found.first[0, 1, 2], rel=0.05)
+
+
+def test_isolated_estimates_rank_heads_as_exact_probes_do():
+    model = wan_transformer(layers=3, heads=4)
+    context, spec = wan_context(model), Spec(BACKBONES["xattention"], TAUS)
+    dense = [[DENSE] * 4] * 3
+    with Replay(model) as replay:
+        passes = [gradient.differentiate(replay, context, spec, dense, error.Spectral(), 0, draw) for draw in range(12)]
+        exact = np.zeros((3, 4, 3))
+        for layer, record in probes.probe(replay, context, {n: range(4) for n in range(3)}, spec, error.Spectral()):
+            exact[layer] = [record["heads"][str(h)]["error"] for h in range(4)]
+            sparsity = [record["heads"][str(h)]["sparsity"] for h in range(4)]
+            assert np.array_equal(passes[0].sparsity[layer], np.asarray(sparsity))
+    estimate = np.mean([p.second for p in passes], axis=0)
+    assert spearmanr(estimate.ravel(), exact.ravel()).statistic > 0.9
+    assert not passes[0].first.any() and not passes[0].own.any()
+    assert not np.array_equal(passes[0].second, passes[1].second)
+
+
+def test_candidates_with_equal_masks_get_equal_terms():
+    model = wan_transformer(layers=1)
+    spec = Spec(BACKBONES["xattention"], (0.5, 0.5000001, 0.7, 0.9999999, 1.0))
+    with Replay(model) as replay:
+        found = gradient.differentiate(replay, wan_context(model), spec, [[2, 0]], error.Spectral(), 0)
+    for table in (found.first, found.second):
+        assert table[0, 0, 0] == table[0, 0, 1] != 0 and table[0, 0, 3] == table[0, 0, 4] != 0
+        assert table[0, 0, 2] == 0 and table[0, 1, 0] == table[0, 1, 1] == 0
+
+
+def _peak_of_saved(layers: int) -> int:
+    """Bytes that autograd holds at its fullest during one `differentiate`."""
+    held, peak = [0], [0]
+
+    class Box:
+        def __init__(self, tensor):
+            self.tensor, self.size = tensor.detach(), tensor.numel() * tensor.element_size()
+            held[0] += self.size
+            peak[0] = max(peak[0], held[0])
+
+        def __del__(self):
+            held[0] -= self.size
+
+    model = wan_transformer(layers=layers)
+    context, spec = wan_context(model, guidance=None), Spec(BACKBONES["xattention"], TAUS)
+    with Replay(model) as replay, torch.autograd.graph.saved_tensors_hooks(Box, lambda box: box.tensor):
+        gradient.differentiate(replay, context, spec, [[1, 1]] * layers, error.Spectral(), 0)
+    return peak[0]
+
+
+def test_memory_is_that_of_one_block_not_of_all():
+    assert _peak_of_saved(6) == _peak_of_saved(2) > 0
+
+
+def test_cells_are_two_by_two_by_two_tokens():
+    cells = gradient.cell_index(2 * 4 * 6, (2, 4, 6), None).view(2, 4, 6)
+    assert cells.unique().numel() == 6 and (cells[:2, :2, :2] == 0).all() and (cells[:, 2:, 4:] == 5).all()
+    with_text = gradient.cell_index(60, (2, 4, 6), Text(48, 8, 4))
+    assert torch.equal(with_text[:48], cells.flatten()) and with_text[48:].min() > 5
+    assert gradient.cell_index(20, None, None).tolist() == [0] * 8 + [1] * 8 + [2] * 4
+    sums = gradient.cell_sums(torch.ones(3, 60), with_text)
+    assert sums.shape == (3, int(with_text.max()) + 1) and (sums[:, :6] == 8).all() and sums[0].sum() == 60
+
+
+def test_an_error_that_is_no_quadratic_form_is_refused():
+    model = wan_transformer(layers=1)
+    with Replay(model) as replay, pytest.raises(HeartError, match="not a quadratic form"):
+        gradient.differentiate(
+            replay, wan_context(model), Spec(BACKBONES["xattention"], TAUS), [[1, 1]], error.AttentionOutput(), 0
+        )
+
+
+def test_a_pass_goes_through_json():
+    table = np.arange(6.0).reshape(1, 2, 3)
+    made = gradient.Pass(0.5, [0.1, 0.2, 0.1, 0.1], table / 10, table[..., 0], table, table * 2)
+    again = gradient.Pass.from_dict(made.to_dict())
+    assert again.to_dict() == made.to_dict() and again.second.dtype == np.float64
+
+
+def test_masked_attention_of_the_definition_is_the_twin_used_here():
+    q, k, v = torch.randn(3, 5, 4).unbind(0)
+    mask = torch.rand(5, 5) > 0.3
+    mask.fill_diagonal_(True)
+    plain = (q @ k.T / 2).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(masked_attention(q, k, v, mask, 0.5), plain)
