@@ -27,6 +27,7 @@ class Spec:
     candidates: tuple[float, ...]
     order: str = "raster"
     kernel: str = "auto"
+    scale_clusters: bool = False  # fit SVG2's cluster counts to the number of tokens, as in HeartConfig
 
 
 def candidate_masks(
@@ -81,7 +82,8 @@ class Call:
         if self.spec.order == "tiles" and where.grid is not None and hasattr(self.spec.backbone, "block"):
             order = tile_order(where.grid, self.spec.backbone.block).to(q.device)
         key = (where.layer, branch, where.item + b)
-        return candidate_masks(self.spec.backbone, q, k, self.spec.candidates, text, order, key)
+        backbone = self.spec.backbone.scaled_to(q.shape[2]) if self.spec.scale_clusters else self.spec.backbone
+        return candidate_masks(backbone, q, k, self.spec.candidates, text, order, key)
 
     def sparsity(self) -> Tensor:
         """Share of token pairs left out, float64 [K, H], the mean over the batch."""

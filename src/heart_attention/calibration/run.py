@@ -55,7 +55,7 @@ class Settings:
             "isolated" (one backward pass a context more, a better place to begin).
         min_sparsity, max_mean_threshold: a budget other than the shared threshold's sparsity.
         dense_steps: steps that stay dense at inference.
-        order, kernel: as in `HeartConfig`.
+        order, kernel, scale_clusters: as in `HeartConfig`.
     """
 
     backbone: Any
@@ -80,6 +80,7 @@ class Settings:
     min_sparsity: float | None = None
     max_mean_threshold: float | None = None
     kernel: str = "auto"
+    scale_clusters: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -116,7 +117,7 @@ class Settings:
 
     def spec(self) -> Spec:
         """What heads are run with."""
-        return Spec(self.backbone, self.taus, self.order, self.kernel)
+        return Spec(self.backbone, self.taus, self.order, self.kernel, self.scale_clusters)
 
     def job(self) -> Job:
         """What workers must know."""
@@ -192,6 +193,7 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
 _PLAIN = (
     "method", "candidates", "shared", "strata", "velocity", "error", "prompts", "held_out", "seed", "dense_steps",
     "order", "contexts", "held_out_contexts", "rounds", "gamma", "start", "min_sparsity", "max_mean_threshold", "kernel",
+    "scale_clusters",
 )  # fmt: skip
 
 
@@ -468,6 +470,7 @@ def calibrate(
     progress: Progress | None = None,
     ray: str | None = None,
     loader: Callable[[], Any] | None = None,
+    workers: int | None = None,
 ) -> Any:
     """Calibrate a pipeline's transformer; returns a `file.Calibration` for the caller to save.
 
@@ -475,16 +478,17 @@ def calibrate(
         work: the work folder; with `resume` a calibration that was stopped goes on there.
         progress: called with (stage, done, total, seconds left or None).
         ray: "auto" or the address of a Ray cluster to spread the work over; `loader` then makes the pipeline there.
+        workers: how many Ray workers; None: as many as the cluster has room for.
     """
     outcome, verification, document = measure(
-        pipe, settings, work, resume=resume, progress=progress, ray=ray, loader=loader
+        pipe, settings, work, resume=resume, progress=progress, ray=ray, loader=loader, workers=workers
     )
     return _to_file(settings, outcome, verification, document)
 
 
 def measure(
     pipe: Any, settings: Settings, work: Any, *, resume: bool = True, progress: Progress | None = None,
-    ray: str | None = None, loader: Callable[[], Any] | None = None,
+    ray: str | None = None, loader: Callable[[], Any] | None = None, workers: int | None = None,
 ) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:  # fmt: skip
     """All of a calibration but the file: outcome, verification figures, plan."""
     if getattr(pipe, "transformer_2", None) is not None:
@@ -495,7 +499,7 @@ def measure(
     store = Store(work, document, resume)
     layers, heads = document["model"]["layers"], document["model"]["heads"]
     with store.held():
-        crew = _crew(pipe, settings, ray, loader)
+        crew = _crew(pipe, settings, ray, loader, workers)
         try:
             runner = Runner(store, crew, progress)
             contexts = draw_contexts(settings, layers, heads)
@@ -507,14 +511,16 @@ def measure(
     return outcome, verification, document
 
 
-def _crew(pipe: Any, settings: Settings, ray: str | None, loader: Callable[[], Any] | None) -> Crew:
+def _crew(
+    pipe: Any, settings: Settings, ray: str | None, loader: Callable[[], Any] | None, workers: int | None = None
+) -> Crew:
     if ray is None:
         return Local(Worker(pipe, settings.job()))
     from .ray import RayCrew
 
     if loader is None:
         raise HeartError("calibrating on Ray needs a loader, which makes the pipeline on each worker")
-    return RayCrew(ray, loader, settings.job())
+    return RayCrew(ray, loader, settings.job(), workers)
 
 
 def _verification(
@@ -538,7 +544,18 @@ def _to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any],
     extra = dict(outcome.extra)
     bands = extra.pop("bands", None)
     call = settings.call
-    kept = ("shared", "strata", "velocity", "dense_steps", "order", "contexts", "rounds", "gamma", "start")
+    kept = (
+        "shared",
+        "strata",
+        "velocity",
+        "dense_steps",
+        "order",
+        "scale_clusters",
+        "contexts",
+        "rounds",
+        "gamma",
+        "start",
+    )
     return file.Calibration(
         thresholds=taus[np.asarray(outcome.choice)],
         backbone=settings.backbone.to_dict(),
