@@ -43,9 +43,15 @@ struct task {
     int64_t cost;
 };
 
-/* A head's keys [n][dim] and values [panel][n][width] in sorted order. */
+/* A head's keys [n][dim] and values [n / TILE][panel][TILE][2 VL] in sorted order. */
 struct packed {
     float *keys, *values;
+};
+
+/* Where the keys and values of a tile begin in the packed arrays. */
+struct tile {
+    int64_t n;
+    int32_t key[TILE], value[TILE];
 };
 
 struct work {
@@ -55,7 +61,18 @@ struct work {
     float *max, *sum; /* [ROWS], the maximum already multiplied with the scale */
 };
 
-static int64_t padded(int64_t n) { return (n + VL - 1) / VL * VL; }
+static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+/* A row of values fills whole panels. */
+static int64_t padded(int64_t dim) { return round_up(dim, 2 * VL); }
+static int64_t value_at(int64_t i, int64_t wide) { return i / TILE * TILE * wide + i % TILE * 2 * VL; }
+static int64_t keys_size(const struct heart_attention *a) { return round_up((a->n_k + a->tail) * a->dim, 16); }
+static int64_t packed_size(const struct heart_attention *a) {
+    return keys_size(a) + round_up(a->n_k + a->tail, TILE) * padded(a->dim);
+}
+static struct packed packed_at(const struct heart_attention *a, float *buffer, int64_t i) {
+    float *keys = buffer + i * packed_size(a);
+    return (struct packed){keys, keys + keys_size(a)};
+}
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static float *floats(int64_t n) { return aligned_alloc(64, (size_t)((n * 4 + 63) / 64 * 64 + 64)); }
@@ -72,47 +89,55 @@ static int64_t token_at(const int32_t *perm, int64_t n, int64_t position) {
     return perm && position < n ? perm[position] : position;
 }
 
-/* One row of dim numbers as fp32. */
-static void read_row(const struct heart_attention *a, const struct tensor *x, int64_t head, int64_t token, float *row) {
-    int64_t offset = row_offset(a, x, head, token);
-    if (a->bf16) {
-        const uint16_t *from = (const uint16_t *)x->data + offset;
-        for (int64_t d = 0; d < a->dim; d++) row[d] = from_bf16(from[d]);
-    } else {
-        memcpy(row, (const float *)x->data + offset, (size_t)a->dim * 4);
-    }
+/* VL numbers at an element offset, as fp32. */
+INLINE vec read_vec(const struct tensor *x, int bf16, int64_t offset) {
+    return bf16 ? load_bf16((const uint16_t *)x->data + offset) : load((const float *)x->data + offset);
 }
 
-/* Keys and values at sorted positions [from, to) of a head. */
-static void pack_keys(const struct heart_attention *a, int64_t head, struct packed to, int64_t first, int64_t last) {
+INLINE float read_one(const struct tensor *x, int bf16, int64_t offset) {
+    return bf16 ? from_bf16(((const uint16_t *)x->data)[offset]) : ((const float *)x->data)[offset];
+}
+
+/* Keys and values at sorted positions [first, last) of a head. */
+INLINE void pack_keys(const struct heart_attention *a, int bf16, int64_t head, struct packed to, int64_t first,
+                      int64_t last) {
     const int32_t *perm = of_head(a->k_perm, a->own_perm, head, a->n_k);
-    int64_t n = a->n_k + a->tail, full = a->dim / (2 * VL) * (2 * VL), wide = padded(a->dim);
-    float row[wide + VL];
-    memset(row, 0, sizeof row);
+    int64_t wide = padded(a->dim), whole = a->dim / VL * VL;
     for (int64_t i = first; i < last; i++) {
         int64_t token = token_at(perm, a->n_k, i);
-        read_row(a, &a->k, head, token, to.keys + i * a->dim);
-        read_row(a, &a->v, head, token, row);
-        for (int64_t d = 0; d < full; d += 2 * VL) memcpy(to.values + d * n + i * 2 * VL, row + d, 2 * VL * 4);
-        if (full < wide) { /* the last panel is one vector wide, or two that are partly empty */
-            int64_t width = wide - full;
-            memcpy(to.values + full * n + i * width, row + full, (size_t)width * 4);
+        int64_t k = row_offset(a, &a->k, head, token), v = row_offset(a, &a->v, head, token);
+        float *key = to.keys + i * a->dim, *value = to.values + value_at(i, wide);
+        for (int64_t d = 0; d < whole; d += VL) {
+            store(key + d, read_vec(&a->k, bf16, k + d));
+            store(value + d / (2 * VL) * TILE * 2 * VL + d % (2 * VL), read_vec(&a->v, bf16, v + d));
+        }
+        for (int64_t d = whole; d < wide; d++) { /* the rest, and zeros up to the end of its panel */
+            if (d < a->dim) key[d] = read_one(&a->k, bf16, k + d);
+            value[d / (2 * VL) * TILE * 2 * VL + d % (2 * VL)] = d < a->dim ? read_one(&a->v, bf16, v + d) : 0;
         }
     }
 }
 
 /* Queries of a task, transposed into panels; missing lanes are zero. */
-static void pack_queries(const struct heart_attention *a, const struct task *t, float *to) {
+INLINE void pack_queries(const struct heart_attention *a, int bf16, const struct task *t, float *to) {
     const int32_t *perm = of_head(a->q_perm, a->own_perm, t->head, a->n_q);
-    float row[a->dim];
+    int64_t from[VL], whole = a->dim / VL * VL;
     float sign = a->scale < 0 ? -1.0f : 1.0f; /* so that the largest score is always the largest logit */
-    for (int64_t p = 0; p * 2 * VL < t->rows; p++, to += a->dim * 2 * VL) {
-        int64_t lanes = least(t->rows - p * 2 * VL, 2 * VL);
-        if (lanes < 2 * VL) memset(to, 0, (size_t)(a->dim * 2 * VL) * 4);
-        for (int64_t r = 0; r < lanes; r++) {
-            read_row(a, &a->q, t->head, token_at(perm, a->n_q, t->start + p * 2 * VL + r), row);
-            for (int64_t d = 0; d < a->dim; d++) to[d * 2 * VL + r] = sign * row[d];
+    for (int64_t first = 0; first < round_up(t->rows, 2 * VL); first += VL) {
+        float *panel = to + first / (2 * VL) * 2 * VL * a->dim + first % (2 * VL);
+        int64_t lanes = least(t->rows - first, VL);
+        for (int64_t r = 0; r < lanes; r++)
+            from[r] = row_offset(a, &a->q, t->head, token_at(perm, a->n_q, t->start + first + r));
+        int64_t d = 0;
+        for (; lanes == VL && d < whole; d += VL) {
+            vec rows[VL];
+            for (int r = 0; r < VL; r++) rows[r] = read_vec(&a->q, bf16, from[r] + d) * sign;
+            transpose(rows);
+            for (int r = 0; r < VL; r++) store(panel + (d + r) * 2 * VL, rows[r]);
         }
+        for (; d < a->dim; d++)
+            for (int64_t r = 0; r < VL; r++)
+                panel[d * 2 * VL + r] = r < lanes ? sign * read_one(&a->q, bf16, from[r] + d) : 0;
     }
 }
 
@@ -140,40 +165,47 @@ INLINE void exponentials(int vectors, float *scores, int64_t n, float c, vec *to
 }
 
 /* One panel of queries against one tile of keys. */
-INLINE void panel_tile(int vectors, const struct heart_attention *a, struct packed kv, struct work *w, int64_t panel,
-                       int64_t lanes, const int32_t *index, int64_t n) {
+static void panel_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t panel, int64_t lanes,
+                       const struct tile *t) {
     float factors[2 * VL];
-    int64_t first = panel * 2 * VL, all = a->n_k + a->tail, wide = padded(a->dim);
+    int64_t first = panel * 2 * VL, wide = padded(a->dim);
     float c = (float)(fabs(a->scale) * 1.4426950408889634);
     vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
-    scores_tile(vectors, w->queries + panel * a->dim * 2 * VL, kv.keys, index, n, a->dim, w->scores, top);
-    exponentials(vectors, w->scores, n, c, top, w->max + first, w->sum + first, factors);
-    for (int64_t d = 0; d < wide; d += 2 * VL) {
-        const float *values = kv.values + d * all;
+    scores_tile(2, w->queries + panel * a->dim * 2 * VL, kv.keys, t->key, t->n, a->dim, w->scores, top);
+    exponentials(2, w->scores, t->n, c, top, w->max + first, w->sum + first, factors);
+    for (int64_t d = 0; d < a->dim; d += 2 * VL) {
+        const float *values = kv.values + d * TILE;
         float *out = w->out + first * wide + d;
-        if (wide - d >= 2 * VL)
-            values_tile(vectors, 2, w->scores, values, index, n, lanes, out, wide, factors);
+        if (a->dim - d > VL)
+            values_tile(2, 2, w->scores, values, t->value, t->n, lanes, out, wide, factors);
         else
-            values_tile(vectors, 1, w->scores, values, index, n, lanes, out, wide, factors);
+            values_tile(2, 1, w->scores, values, t->value, t->n, lanes, out, wide, factors);
     }
 }
 
-static void tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, const int32_t *index,
-                 int64_t n) {
-    for (int64_t p = 0; p * 2 * VL < rows; p++) {
-        int64_t lanes = least(rows - p * 2 * VL, 2 * VL);
-        panel_tile(2, a, kv, w, p, lanes, index, n);
+static void run_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t) {
+    for (int64_t p = 0; p * 2 * VL < rows; p++) panel_tile(a, kv, w, p, least(rows - p * 2 * VL, 2 * VL), t);
+    t->n = 0;
+}
+
+/* Adds the keys at sorted positions [from, to), running the tile whenever it is full. */
+static void add_keys(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t,
+                     int64_t from, int64_t to) {
+    for (; from < to; from++) {
+        t->key[t->n] = (int32_t)(from * a->dim);
+        t->value[t->n++] = (int32_t)value_at(from, padded(a->dim));
+        if (t->n == TILE) run_tile(a, kv, w, rows, t);
     }
 }
 
-static void write_rows(const struct heart_attention *a, const struct task *t, const struct work *w) {
+INLINE void write_rows(const struct heart_attention *a, int bf16, const struct task *t, const struct work *w) {
     const int32_t *perm = of_head(a->q_perm, a->own_perm, t->head, a->n_q);
     int64_t wide = padded(a->dim);
     for (int64_t r = 0; r < t->rows; r++) {
         int64_t offset = row_offset(a, &a->out, t->head, token_at(perm, a->n_q, t->start + r));
         const float *from = w->out + r * wide;
         float share = 1.0f / w->sum[r];
-        if (a->bf16) {
+        if (bf16) {
             uint16_t *to = (uint16_t *)a->out.data + offset;
             for (int64_t d = 0; d < a->dim; d++) to[d] = to_bf16(from[d] * share);
         } else {
@@ -184,23 +216,22 @@ static void write_rows(const struct heart_attention *a, const struct task *t, co
 }
 
 static void run_task(const struct heart_attention *a, const struct task *t, struct packed kv, struct work *w) {
-    int32_t index[TILE];
-    int64_t n = 0;
-    pack_queries(a, t, w->queries);
+    struct tile tile = {.n = 0};
+    if (a->bf16) pack_queries(a, 1, t, w->queries);
+    else pack_queries(a, 0, t, w->queries);
     memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4);
     for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = 0;
-    const int64_t *row = a->row_ptr + t->head * (a->q_blocks + 1) + t->block;
-    const int32_t *starts = of_head(a->k_starts, a->own_starts, t->head, a->k_blocks + 1);
-    for (int64_t i = t->block < 0 ? 0 : row[0]; i < (t->block < 0 ? 1 : row[1]); i++) {
-        int64_t from = t->block < 0 ? a->n_k : starts[a->cols[i]];
-        int64_t to = t->block < 0 ? a->n_k + a->tail : starts[a->cols[i] + 1];
-        for (; from < to; from++) {
-            index[n++] = (int32_t)from;
-            if (n == TILE) tile(a, kv, w, t->rows, index, n), n = 0;
-        }
+    if (t->block < 0) {
+        add_keys(a, kv, w, t->rows, &tile, a->n_k, a->n_k + a->tail);
+    } else {
+        const int64_t *row = a->row_ptr + t->head * (a->q_blocks + 1) + t->block;
+        const int32_t *starts = of_head(a->k_starts, a->own_starts, t->head, a->k_blocks + 1);
+        for (int64_t i = row[0]; i < row[1]; i++)
+            add_keys(a, kv, w, t->rows, &tile, starts[a->cols[i]], starts[a->cols[i] + 1]);
     }
-    if (n) tile(a, kv, w, t->rows, index, n);
-    write_rows(a, t, w);
+    if (tile.n) run_tile(a, kv, w, t->rows, &tile);
+    if (a->bf16) write_rows(a, 1, t, w);
+    else write_rows(a, 0, t, w);
 }
 
 static int64_t kept_keys(const struct heart_attention *a, int64_t head, int64_t block) {
@@ -254,8 +285,7 @@ static void free_work(struct work *w) {
 
 /* Heads [first, last): pack them, then run their tasks, longest first. */
 static int run_heads(const struct heart_attention *a, int64_t first, int64_t last, float *buffer) {
-    int64_t n = a->n_k + a->tail, keys = n * a->dim, size = keys + 16 + n * padded(a->dim);
-    int64_t count = list_tasks(a, first, last, NULL), chunks = (n + 255) / 256;
+    int64_t n = a->n_k + a->tail, chunks = (n + 255) / 256, count = list_tasks(a, first, last, NULL);
     struct task *tasks = malloc((size_t)(count ? count : 1) * sizeof *tasks);
     if (!tasks) return NO_MEMORY;
     list_tasks(a, first, last, tasks);
@@ -271,16 +301,14 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < (last - first) * chunks; i++) {
-            float *base = buffer + i / chunks * size;
             int64_t from = i % chunks * 256;
-            pack_keys(a, first + i / chunks, (struct packed){base, base + (keys + 15) / 16 * 16}, from,
-                      least(from + 256, n));
+            struct packed to = packed_at(a, buffer, i / chunks);
+            if (a->bf16) pack_keys(a, 1, first + i / chunks, to, from, least(from + 256, n));
+            else pack_keys(a, 0, first + i / chunks, to, from, least(from + 256, n));
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; i++) {
-            float *base = buffer + (tasks[i].head - first) * size;
-            if (ready) run_task(a, tasks + i, (struct packed){base, base + (keys + 15) / 16 * 16}, &w);
-        }
+        for (int64_t i = 0; i < count; i++)
+            if (ready) run_task(a, tasks + i, packed_at(a, buffer, tasks[i].head - first), &w);
         free_work(&w);
     }
     free(tasks);
@@ -288,8 +316,7 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
 }
 
 int heart_attention(const struct heart_attention *a) {
-    int64_t n = a->n_k + a->tail, all = a->batch * a->heads;
-    int64_t size = (n * a->dim + 16 + n * padded(a->dim) + 15) / 16 * 16;
+    int64_t all = a->batch * a->heads, size = packed_size(a);
     int64_t together = a->threads > 1 ? PACK_BYTES / (size * 4) : 1;
     if (together < 1) together = 1;
     if (together > all) together = all;

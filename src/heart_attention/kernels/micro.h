@@ -13,25 +13,31 @@ INLINE int take_rows(int64_t n) {
     return (int)n;
 }
 
-/* scores[r][lane] = key row r . query lane, for the rows index[0..rows). */
-INLINE void scores_rows(int rows, int vectors, const float *queries, const float *keys, const int32_t *index,
+/* scores[r][lane] = key row r . query lane, for the rows that begin at keys + at[r]. */
+INLINE void scores_rows(int rows, int vectors, const float *queries, const float *keys, const int32_t *at,
                         int64_t dim, float *scores, vec *top) {
     vec sum[6][2];
     const float *key[6];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        key[r] = keys + (int64_t)index[r] * dim;
+        key[r] = keys + at[r];
         sum[r][0] = sum[r][1] = (vec){0};
     }
-    for (int64_t d = 0; d < dim; d++) {
-        vec q[2];
-#pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) q[j] = load(queries + d * 2 * VL + j * VL);
+    for (int64_t line = 0; line < dim; line += 16) {
+        int64_t end = line + 16 < dim ? line + 16 : dim;
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            vec k = splat(key[r][d]);
+        for (int r = 0; r < rows; r++) __builtin_prefetch(key[r] + 6 * dim + line); /* the rows that come next */
 #pragma GCC unroll 2
-            for (int j = 0; j < vectors; j++) sum[r][j] += k * q[j];
+        for (int64_t d = line; d < end; d++) {
+            vec q[2];
+#pragma GCC unroll 2
+            for (int j = 0; j < vectors; j++) q[j] = load(queries + d * 2 * VL + j * VL);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                vec k = splat(key[r][d]);
+#pragma GCC unroll 2
+                for (int j = 0; j < vectors; j++) sum[r][j] += k * q[j];
+            }
         }
     }
 #pragma GCC unroll 6
@@ -44,31 +50,33 @@ INLINE void scores_rows(int rows, int vectors, const float *queries, const float
 }
 
 /* Scores of n keys for one panel of queries, [n][vectors VL], and their maximum in each lane. */
-INLINE void scores_tile(int vectors, const float *queries, const float *keys, const int32_t *index, int64_t n,
+INLINE void scores_tile(int vectors, const float *queries, const float *keys, const int32_t *at, int64_t n,
                         int64_t dim, float *scores, vec *top) {
     for (int64_t i = 0; i < n;) {
         int rows = take_rows(n - i);
         float *to = scores + i * vectors * VL;
         switch (rows) {
-        case 6: scores_rows(6, vectors, queries, keys, index + i, dim, to, top); break;
-        case 5: scores_rows(5, vectors, queries, keys, index + i, dim, to, top); break;
-        case 4: scores_rows(4, vectors, queries, keys, index + i, dim, to, top); break;
-        case 3: scores_rows(3, vectors, queries, keys, index + i, dim, to, top); break;
-        case 2: scores_rows(2, vectors, queries, keys, index + i, dim, to, top); break;
-        default: scores_rows(1, vectors, queries, keys, index + i, dim, to, top);
+        case 6: scores_rows(6, vectors, queries, keys, at + i, dim, to, top); break;
+        case 5: scores_rows(5, vectors, queries, keys, at + i, dim, to, top); break;
+        case 4: scores_rows(4, vectors, queries, keys, at + i, dim, to, top); break;
+        case 3: scores_rows(3, vectors, queries, keys, at + i, dim, to, top); break;
+        case 2: scores_rows(2, vectors, queries, keys, at + i, dim, to, top); break;
+        default: scores_rows(1, vectors, queries, keys, at + i, dim, to, top);
         }
         i += rows;
     }
 }
 
-/* out[r] = out[r] * factor[r] + sum over keys of weight[key][r] * value[key], `columns` vectors wide. */
+/* out[r] = out[r] * factor[r] + sum over keys i of weight[i][r] * values[at[i] ...], `columns` vectors wide. */
 INLINE void values_rows(int rows, int vectors, int columns, const float *weights, const float *values,
-                        const int32_t *index, int64_t n, float *out, int64_t stride, const float *factors) {
+                        const int32_t *at, int64_t n, float *out, int64_t stride, const float *factors) {
     vec sum[6][2];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
+#pragma GCC unroll 2
     for (int64_t i = 0; i < n; i++) {
-        const float *value = values + (int64_t)index[i] * columns * VL;
+        const float *value = values + at[i];
+        __builtin_prefetch(value + 32 * VL);
         const float *weight = weights + i * vectors * VL;
         vec v[2];
 #pragma GCC unroll 2
@@ -92,19 +100,19 @@ INLINE void values_rows(int rows, int vectors, int columns, const float *weights
 }
 
 /* Adds the weighted values of a tile to the first `lanes` rows of out. */
-INLINE void values_tile(int vectors, int columns, const float *weights, const float *values, const int32_t *index,
+INLINE void values_tile(int vectors, int columns, const float *weights, const float *values, const int32_t *at,
                         int64_t n, int64_t lanes, float *out, int64_t stride, const float *factors) {
     for (int64_t r = 0; r < lanes;) {
         int rows = take_rows(lanes - r);
         float *to = out + r * stride;
         const float *w = weights + r, *f = factors + r;
         switch (rows) {
-        case 6: values_rows(6, vectors, columns, w, values, index, n, to, stride, f); break;
-        case 5: values_rows(5, vectors, columns, w, values, index, n, to, stride, f); break;
-        case 4: values_rows(4, vectors, columns, w, values, index, n, to, stride, f); break;
-        case 3: values_rows(3, vectors, columns, w, values, index, n, to, stride, f); break;
-        case 2: values_rows(2, vectors, columns, w, values, index, n, to, stride, f); break;
-        default: values_rows(1, vectors, columns, w, values, index, n, to, stride, f);
+        case 6: values_rows(6, vectors, columns, w, values, at, n, to, stride, f); break;
+        case 5: values_rows(5, vectors, columns, w, values, at, n, to, stride, f); break;
+        case 4: values_rows(4, vectors, columns, w, values, at, n, to, stride, f); break;
+        case 3: values_rows(3, vectors, columns, w, values, at, n, to, stride, f); break;
+        case 2: values_rows(2, vectors, columns, w, values, at, n, to, stride, f); break;
+        default: values_rows(1, vectors, columns, w, values, at, n, to, stride, f);
         }
         r += rows;
     }

@@ -23,8 +23,8 @@ typedef int32_t ivec __attribute__((vector_size(VL * 4)));
 
 INLINE vec load(const float *p) { return *(const vec_loose *)p; }
 INLINE void store(float *p, vec x) { *(vec_loose *)p = x; }
-/* A sum with zeros, because compilers turn that into one broadcast (a loop over elements they do not). */
-INLINE vec splat(float x) { return (vec){0} + x; }
+/* Compilers turn x - 0 into one broadcast; neither a loop over elements nor x + 0 (which changes -0). */
+INLINE vec splat(float x) { return x - (vec){0}; }
 
 /* The second operand where either is NaN: the running maximum then ignores NaN, which reaches the sum anyway. */
 INLINE vec vmax(vec a, vec b) {
@@ -60,6 +60,45 @@ INLINE float from_bf16(uint16_t x) {
     float y;
     memcpy(&y, &bits, 4);
     return y;
+}
+
+INLINE vec load_bf16(const uint16_t *p) {
+#if VL == 16
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    vec x = {0};
+    for (int i = 0; i < VL; i++) x[i] = from_bf16(p[i]);
+    return x;
+#endif
+}
+
+/* A square of VL x VL numbers. */
+INLINE void transpose(vec *rows) {
+#if VL == 8
+    __m256 a[8], b[8];
+    for (int i = 0; i < 4; i++) {
+        a[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j < 2; j++) {
+            b[4 * i + 2 * j] = _mm256_shuffle_ps(a[4 * i + j], a[4 * i + j + 2], 0x44);
+            b[4 * i + 2 * j + 1] = _mm256_shuffle_ps(a[4 * i + j], a[4 * i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        rows[i] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+        rows[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+    }
+#else
+    for (int i = 0; i < VL; i++)
+        for (int j = 0; j < i; j++) {
+            float x = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = x;
+        }
+#endif
 }
 
 /* Round to nearest even; a NaN stays one. */
