@@ -148,7 +148,7 @@ def prediction_cases(d: int) -> Iterator[Case]:
     for dtype, size in (("bf16", 2), ("fp32", 4)):
         yield case(
             "XAttention scores, tiles", "antidiagonal_sums", {"scale_log2": "fp32"} | _tokens(dtype),
-            {"D": d, "D_STEP": predict.score_step(size), "STRIDE": 16, "GROUPS": 8, "PERM": False,
+            {"D": d, "D_STEP": predict.feature_step(size), "STRIDE": 16, "GROUPS": 8, "PERM": False,
              "BLOCK_M": tile_m, "BLOCK_N": tile_n},
             predict.score_launch(size), precise, dtype,
         )  # fmt: skip
@@ -158,8 +158,10 @@ def prediction_cases(d: int) -> Iterator[Case]:
             predict.reduce_launch(),
         )  # fmt: skip
     yield case(
-        "k-means, assignment", "nearest_centroid", {},
-        {"D": d, **dict(zip(("BLOCK_M", "BLOCK_N", "D_STEP"), predict.ASSIGN_TILE))}, predict.assign_launch(), precise,
+        "k-means, assignment", "nearest_centroid", {"c_ptr": "*bf16"},
+        {"D": d, "D_STEP": predict.feature_step(2), "PARTS": 2,
+         "BLOCK_M": predict.ASSIGN_TILE[0], "BLOCK_N": predict.ASSIGN_TILE[1]},
+        predict.assign_launch(), precise,
     )  # fmt: skip
     rows = {**head, "BLOCK_M": predict.SUM_ROWS}
     yield case("k-means, means", "cluster_means", {}, rows, predict.reduce_launch())

@@ -178,6 +178,19 @@ def test_assignment(n, c, d, seed):
         assert torch.equal(got[0, h].long(), kmeans.assign(x[0, h], centroids[0, h]))
 
 
+def test_assignment_of_half_precision_tokens():
+    """16-bit tokens meet centroids split in two: the nearest in fp32, but for ties beyond the bits that are kept."""
+    g = generator(11)
+    x, centroids, _ = qkv(g, 60, 40)
+    x = x.half()
+    got = triton_predict.kmeans_assign(x, centroids)
+    distance = torch.cdist(x.double(), centroids.double())  # [1, 2, 60, 60]
+    excess = distance.gather(3, got[..., None].long()).squeeze(3) - distance.amin(3)
+    assert excess.max() <= 1e-6
+    parts = triton_predict.centroid_parts(centroids, torch.bfloat16)
+    assert (parts.float().sum(0) - centroids).abs().max() <= 2**-16 * centroids.abs().max()
+
+
 def test_ties_go_to_the_lowest_index():
     x = torch.zeros(1, 1, 5, 16)
     assert triton_predict.kmeans_assign(x, torch.ones(1, 1, 130, 16)).tolist() == [[[0] * 5]]

@@ -118,7 +118,7 @@ def _shared(mask: Any) -> bool:
 
 def _wrapper(plan: Plan, q: Tensor, scale: float) -> Any:
     """flashinfer's planned wrapper for this mask, head size, type and scale; kept with the plan."""
-    key = ("wrapper", q.shape[-1], q.dtype, scale, q.device)
+    key = f"wrapper {q.shape[-1]} {q.dtype} {scale!r} {q.device}"
     if key not in plan.extra:
         make = _plan_shared if plan.extra["shared"] else _plan_variable
         plan.extra[key] = make(plan, q, scale)

@@ -164,13 +164,14 @@ def antidiagonal_blocks(
 
 @triton.jit
 def nearest_centroid(
-    x_ptr, c_ptr, norm_ptr, label_ptr, sxb, sxh, sxn, heads, n, clusters,
-    D: tl.constexpr, D_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, c_ptr, norm_ptr, label_ptr, sxb, sxh, sxn, heads, n, clusters, part_step,
+    D: tl.constexpr, D_STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """k-means assignment: the index of the nearest centroid, ties to the lowest, without a distance matrix.
 
-    x [B, H, N, D] by strides, centroids fp32 [B·H, C, D] and their squared norms [B·H, C], labels int32 [B·H, N].
-    Products are fp32 and taken D_STEP features at a time: whole rows of both sides do not fit the registers.
+    x [B, H, N, D] by strides; centroids as PARTS summands [PARTS, B·H, C, D] and their squared norms [B·H, C];
+    labels int32 [B·H, N]. Products are taken D_STEP features at a time: whole rows of both do not fit the registers.
     """
     bh = tl.program_id(1)
     b = (bh // heads).to(tl.int64)
@@ -187,10 +188,12 @@ def nearest_centroid(
         for d0 in range(0, D, D_STEP):
             d = d0 + tl.arange(0, D_STEP)
             x_ok = (m < n)[:, None] & (d < D)[None, :]
-            x = tl.load(x_base + m[:, None] * sxn + d[None, :], mask=x_ok, other=0.0).to(tl.float32)
+            x = tl.load(x_base + m[:, None] * sxn + d[None, :], mask=x_ok, other=0.0).to(c_ptr.dtype.element_ty)
             c_ok = ok[None, :] & (d < D)[:, None]
-            centroid = tl.load(c_base + (first + c)[None, :] * D + d[:, None], mask=c_ok, other=0.0)
-            product = tl.dot(x, centroid, product, input_precision=PRECISION)
+            for part in tl.static_range(PARTS):
+                c_tile = c_base + part * part_step + (first + c)[None, :] * D + d[:, None]
+                centroid = tl.load(c_tile, mask=c_ok, other=0.0)
+                product = tl.dot(x, centroid, product, input_precision=PRECISION)
         norm = tl.load(norm_ptr + bh.to(tl.int64) * clusters + first + c, mask=ok, other=float("inf"))
         least, where = tl.min(norm[None, :] - 2.0 * product, 1, return_indices=True, return_indices_tie_break_left=True)
         label = tl.where(least < best, first + where, label)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 SCORE_BYTES = 64 << 20  # workspace of XAttention scoring: heads go in turn once it is used up
 SCORE_TILE = (64, 128)  # query and key groups of one program
-ASSIGN_TILE = (64, 64, 32)  # tokens, centroids and features at a time
+ASSIGN_TILE = (64, 64)  # tokens and centroids
 SUM_ROWS = 32  # tokens a program adds up at a time
 POOL_SPAN = 2048  # tokens one program adds up
 TOLERANCE = 1e-4  # k-means of a head stops once no centroid moves further (SEMANTICS, as in backbones/kmeans.py)
@@ -132,7 +132,7 @@ def _scores(
     triton_code.antidiagonal_sums[(-(-q_groups // tile_m), tiles, heads)](
         q, k, sums if order is None else order, sums, tops, *q.stride()[:3], *k.stride()[:3], heads, n_q, n_k,
         q_groups, -(-n_k // s) if masked else key_groups, k_blocks, tiles, LOG2E / (s * math.sqrt(d)),
-        D=d, D_STEP=score_step(q.element_size()), STRIDE=s, GROUPS=groups, PERM=order is not None,
+        D=d, D_STEP=feature_step(q.element_size()), STRIDE=s, GROUPS=groups, PERM=order is not None,
         BLOCK_M=tile_m, BLOCK_N=tile_n, PRECISION=_precision(q), **score_launch(q.element_size()),
     )  # fmt: skip
     out = torch.empty(heads, q_blocks, k_blocks, dtype=torch.float32, device=q.device)
@@ -143,8 +143,8 @@ def _scores(
     return out
 
 
-def score_step(itemsize: int) -> int:
-    """Features the scoring kernel multiplies at a time."""
+def feature_step(itemsize: int) -> int:
+    """Features multiplied at a time."""
     return 32 if itemsize == 4 else 64
 
 
@@ -163,17 +163,31 @@ def reduce_launch() -> dict[str, int]:
     return {"num_warps": 4}
 
 
+def centroid_parts(centroids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Centroids as a sum of numbers the tensor cores take with tokens of that type: [parts, B, H, C, D].
+
+    16-bit tokens are exact, so only the centroids need more bits: two summands give 16 (bf16) or 22 (fp16), for a
+    third of what full fp32 products cost.
+    """
+    centroids = centroids.float().contiguous()
+    if dtype == torch.float32:
+        return centroids[None]
+    high = centroids.to(dtype)
+    return torch.stack([high, (centroids - high.float()).to(dtype)])
+
+
 def kmeans_assign(x: Tensor, centroids: Tensor) -> Tensor:
     """The nearest centroid of each token, ties to the lowest index: [B, H, N, D], [B, H, C, D] -> int32 [B, H, N]."""
     from . import triton_code
 
-    x, centroids = _rows(x), centroids.float().contiguous()
+    x, parts = _rows(x), centroid_parts(centroids, x.dtype)
     batch, heads, n, d = x.shape
     labels = torch.empty(batch, heads, n, dtype=torch.int32, device=x.device)
-    tile_m, tile_n, d_step = ASSIGN_TILE
+    tile_m, tile_n = ASSIGN_TILE
     triton_code.nearest_centroid[(-(-n // tile_m), batch * heads)](
-        x, centroids, centroids.square().sum(-1), labels, *x.stride()[:3], heads, n, centroids.shape[2],
-        D=d, D_STEP=d_step, BLOCK_M=tile_m, BLOCK_N=tile_n, PRECISION=_precision(x), **assign_launch(),
+        x, parts, centroids.float().square().sum(-1).contiguous(), labels, *x.stride()[:3], heads, n,
+        centroids.shape[2], parts[0].numel(), D=d, D_STEP=feature_step(x.element_size()), PARTS=parts.shape[0],
+        BLOCK_M=tile_m, BLOCK_N=tile_n, PRECISION=_precision(x), **assign_launch(),
     )  # fmt: skip
     return labels
 
