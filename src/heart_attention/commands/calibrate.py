@@ -1,0 +1,314 @@
+"""`heart calibrate`, `heart solve` and `heart show`: per-head thresholds on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import HeartError
+
+SUFFIX = ".heart.json"
+
+
+def register(commands) -> None:
+    """Add the commands of this file."""
+    _register_calibrate(commands)
+    solve = commands.add_parser("solve", help="new thresholds from a calibration's tables, without a model")
+    solve.add_argument("file", metavar=f"F{SUFFIX}")
+    solve.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S or threshold=τ (default shared=0.9)")
+    solve.add_argument("--weights", metavar="LL,LH,HL,HH", help="other band weights, from the stored band energies")
+    solve.add_argument("--solver", choices=("exact", "cbc", "dp"), default="exact", help="cbc: PuLP's, as a check")
+    solve.add_argument("--out", metavar=f"F{SUFFIX}", help="write the new calibration")
+    solve.add_argument("--json", action="store_true", help="print the result as JSON")
+    solve.set_defaults(func=run_solve)
+
+    show = commands.add_parser("show", help="what is in a calibration; import and export of thresholds")
+    show.add_argument("file", metavar=f"F{SUFFIX}", nargs="?")
+    show.add_argument("--png", metavar="F.png", help="write the picture of heads and thresholds")
+    show.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
+    show.add_argument("--json", action="store_true", help="print the figures as JSON")
+    show.add_argument("--export", choices=("modelopt", "csv", "json"), help="print the thresholds in another format")
+    show.add_argument("--config", metavar="config.json", help="with --export modelopt: write into this model config")
+    show.add_argument(
+        "--import", dest="table", metavar="TABLE", help="read thresholds from CSV, JSON or a config.json instead"
+    )
+    show.add_argument("--backbone", default="xattention", help="with --import: what the thresholds are for")
+    show.add_argument("--model", help="with --import: bind the calibration to this model")
+    show.add_argument("--budget", metavar="B", default="shared=0.9", help="with --import of a measured table")
+    show.add_argument("--out", metavar=f"F{SUFFIX}", help="write the calibration, or what --export gives")
+    show.set_defaults(func=run_show)
+
+
+def _register_calibrate(commands) -> None:
+    one = commands.add_parser("calibrate", help="measure a model's heads and give each its threshold (EBC)")
+    one.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
+    one.add_argument("--backbone", default="xattention", choices=("xattention", "svg2"))
+    one.add_argument("--out", required=True, metavar=f"F{SUFFIX}")
+    how = one.add_argument_group("method")
+    how.add_argument("--method", default="joint", choices=("joint", "isolated", "probes"), help="probes: the paper's")
+    how.add_argument("--candidates", metavar="τ,τ,…", help="thresholds to choose from (default: by the method)")
+    how.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S or threshold=τ (default shared=0.9)")
+    how.add_argument("--strata", choices=("paper", "sparse"), help="steps to draw from (default: by the method)")
+    how.add_argument("--velocity", default="guided", choices=("guided", "cond"))
+    how.add_argument("--error", default="spectral", help="spectral (default), mse or attention")
+    how.add_argument("--contexts", type=int, help="prompt-step pairs for gradients and verification")
+    how.add_argument("--rounds", type=int, help="rounds of the joint method")
+    how.add_argument("--seed", type=int, default=0)
+    what = one.add_argument_group("generations that are measured")
+    what.add_argument("--prompts", metavar="FILE", help="calibration prompts, one a line (default: ten built in)")
+    what.add_argument("--held-out", metavar="FILE", help="prompts for verification only (default: six built in)")
+    what.add_argument("--steps", type=int)
+    what.add_argument("--size", help="WIDTHxHEIGHT")
+    what.add_argument("--frames", type=int)
+    what.add_argument("--guidance", type=float, help="guidance scale")
+    what.add_argument("--dense-steps", type=int, help="first steps that stay dense at inference (default 5)")
+    what.add_argument("--order", choices=("raster", "tiles"), help="token order (default: the preset's)")
+    where = one.add_argument_group("where it runs")
+    where.add_argument("--work", metavar="DIR", help="work folder (default: F.work)")
+    where.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="go on in the work folder")
+    where.add_argument("--ray", metavar="auto|ADDRESS", help="spread the work over a Ray cluster")
+    where.add_argument("--workers", type=int, help="with --ray: how many workers")
+    where.add_argument("--kernel", default="auto")
+    where.add_argument("--dtype", help="float32, bfloat16 or float16")
+    where.add_argument("--device")
+    one.add_argument("--json", action="store_true", help="print the result as JSON")
+    one.set_defaults(func=run_calibrate)
+
+
+# ---------------------------------------- calibrate
+
+
+class Progress:
+    """A bar a stage on standard error, with the time left; plain lines where that is no terminal."""
+
+    def __init__(self) -> None:
+        self.bar, self.stage = None, ""
+
+    def __call__(self, stage: str, done: int, total: int, left: float | None) -> None:
+        from tqdm import tqdm
+
+        if stage != self.stage or (self.bar is not None and self.bar.total != total):
+            self.close()
+            form = "{desc:<28} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+            self.bar = tqdm(total=total, desc=stage, initial=done, file=sys.stderr, bar_format=form)
+            self.stage = stage
+        self.bar.n = done
+        self.bar.set_postfix_str("" if left is None else f"{clock(left)} left", refresh=False)
+        self.bar.refresh()
+
+    def close(self) -> None:
+        """End the present bar."""
+        if self.bar is not None:
+            self.bar.close()
+        self.bar, self.stage = None, ""
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 4:05."""
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def numbers(text: str, name: str) -> tuple[float, ...]:
+    """Numbers that are separated by commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise HeartError(f"{name} is {text!r}: write numbers separated by commas, for example 0.85,0.9,0.95") from None
+
+
+def _out_path(out: str) -> Path:
+    if not out.endswith(SUFFIX):
+        raise HeartError(f"--out is {out!r}: give a file name that ends in {SUFFIX}")
+    return Path(out)
+
+
+def default_prompts(model: str) -> tuple[list[str], list[str]]:
+    """Ten prompts to calibrate on and six held out: the embedded model's own words, else VBench's."""
+    from .. import pipelines, tiny
+
+    if model in pipelines.TINY:
+        return tiny.prompts("calibration")[:10], tiny.prompts("heldout")[:6]
+    from ..calibration import run
+
+    built_in = pipelines.read_prompts(str(Path(run.__file__).with_name("prompts.txt")))
+    return built_in[:10], built_in[10:]
+
+
+def _settings(args: argparse.Namespace, pipe: Any) -> Any:
+    from .. import pipelines
+    from ..calibration import error, run, solver
+    from ..config import preset
+
+    config = preset(args.backbone, pipe)
+    call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps)
+    if args.guidance is not None:
+        call["guidance_scale"] = args.guidance
+    prompts, held_out = default_prompts(args.model)
+    if args.prompts:
+        prompts = pipelines.read_prompts(args.prompts)
+    if args.held_out:
+        held_out = pipelines.read_prompts(args.held_out)
+    error.by_name(args.error)
+    budget = solver.Budget.parse(args.budget) if args.budget else solver.Budget()
+    limit = {"shared": "shared", "sparsity": "min_sparsity", "threshold": "max_mean_threshold"}[budget.kind]
+    given = {
+        "candidates": numbers(args.candidates, "--candidates") if args.candidates else None,
+        "contexts": args.contexts,
+        "rounds": args.rounds,
+        "strata": args.strata,
+    }
+    for name in ("contexts", "rounds"):
+        if given[name] is not None and given[name] < 1:
+            raise HeartError(f"--{name} is {given[name]}: it must be 1 or more")
+    return run.Settings(
+        backbone=config.backbone,
+        prompts=tuple(prompts),
+        held_out=tuple(p for p in held_out if p not in prompts),
+        call=call,
+        method=args.method,
+        velocity=args.velocity,
+        error=args.error,
+        seed=args.seed,
+        dense_steps=config.dense_steps if args.dense_steps is None else args.dense_steps,
+        order=args.order or config.order,
+        kernel=args.kernel,
+        scale_clusters=config.scale_clusters,
+        **{limit: budget.value},
+        **{k: v for k, v in given.items() if v is not None},
+    )
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Measure, solve, verify; write the file and say what came out."""
+    out = _out_path(args.out)
+    if args.workers is not None and (args.workers < 1 or not args.ray):
+        raise HeartError("--workers is the number of Ray workers: give 1 or more, together with --ray")
+    if args.seed < 0:
+        raise HeartError(f"--seed is {args.seed}: it must be 0 or more")
+    from .. import pipelines
+    from ..calibration import run, show
+
+    pipe = pipelines.load(args.model, args.dtype, args.device)
+    settings = _settings(args, pipe)
+    work = Path(args.work) if args.work else out.with_name(out.name.removesuffix(SUFFIX) + ".work")
+    progress = Progress()
+    try:
+        made = run.calibrate(
+            pipe,
+            settings,
+            work,
+            resume=args.resume,
+            progress=progress,
+            ray=args.ray,
+            loader=functools.partial(pipelines.load, args.model, args.dtype, args.device),
+            workers=args.workers,
+        )
+    finally:
+        progress.close()
+    made.save(out)
+    _print(made, args.json, {"file": str(out), "work": str(work)}, show)
+    return 0
+
+
+def _print(made: Any, as_json: bool, more: dict[str, Any], show: Any, colours: bool | None = None) -> None:
+    if as_json:
+        print(json.dumps({**more, **show.summary(made)}, indent=1))
+        return
+    print(show.text(made, sys.stdout.isatty() if colours is None else colours))
+    for label, value in more.items():
+        print(f"{label:<12}{value}")
+
+
+# ---------------------------------------- solve
+
+
+def run_solve(args: argparse.Namespace) -> int:
+    """Solve a stored table again."""
+    from ..calibration import show
+    from ..calibration.file import Calibration
+
+    out = _out_path(args.out) if args.out else None
+    if not (args.budget or args.weights):
+        raise HeartError("there is nothing to change: give --budget shared=τ|sparsity=S|threshold=τ, or --weights")
+    old = Calibration.load(args.file)
+    made = old.reweighted(numbers(args.weights, "--weights")) if args.weights else old
+    made = made.resolve(args.budget or "shared=0.9", args.solver)
+    moved = int((made.thresholds != old.thresholds).sum())
+    more: dict[str, Any] = {"changed": moved if args.json else f"{moved} of {made.thresholds.size} heads"}
+    if out:
+        made.save(out)
+        more["file"] = str(out)
+    _print(made, args.json, more, show)
+    return 0
+
+
+# ---------------------------------------- show
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Show a calibration; or import one, or export its thresholds."""
+    from ..calibration import show
+
+    if (args.file is None) == (args.table is None):
+        raise HeartError(f"give a calibration file to show, or --import TABLE with --out F{SUFFIX}")
+    if args.config and args.export != "modelopt":
+        raise HeartError("--config goes with --export modelopt")
+    made = _import(args) if args.table else _load(args.file)
+    if args.png:
+        show.picture(made, args.png)
+    if args.export:
+        return _export(args, made)
+    more = {"picture": args.png} if args.png else {}
+    if args.out:
+        made.save(_out_path(args.out))
+        more["file"] = args.out
+    colours = {"always": True, "never": False, "auto": None}[args.colour]
+    _print(made, args.json, more, show, colours)
+    return 0
+
+
+def _load(path: str) -> Any:
+    from ..calibration.file import Calibration
+
+    return Calibration.load(path)
+
+
+def _import(args: argparse.Namespace) -> Any:
+    """A table from elsewhere as a calibration, bound to a model if one is named."""
+    from dataclasses import replace
+
+    from .. import backbones
+    from ..calibration import export, file
+
+    made = export.read_table(args.table, backbones.by_name(args.backbone).to_dict(), args.budget)
+    if args.model:
+        from .. import pipelines
+
+        made = replace(made, model=file.fingerprint(pipelines.load(args.model).transformer))
+    return made
+
+
+def _export(args: argparse.Namespace, made: Any) -> int:
+    from ..calibration import export
+    from ..files import write_atomic
+
+    if args.export == "modelopt" and args.config:
+        print(f"{export.write_modelopt(made, args.config)}: {export.KEY} written")
+        return 0
+    if args.export == "modelopt":
+        text = json.dumps({export.KEY: export.modelopt_block(made)}, indent=1) + "\n"
+    elif args.export == "csv":
+        text = export.to_csv(made)
+    else:
+        text = json.dumps({"thresholds": made.thresholds.tolist()}) + "\n"
+    if args.out:
+        write_atomic(args.out, text)
+    else:
+        sys.stdout.write(text)
+    return 0
