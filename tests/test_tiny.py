@@ -11,7 +11,7 @@ import torch
 from heart_attention import tiny
 from heart_attention.tiny import scene
 
-CALL = dict(height=32, width=32, num_frames=3, num_inference_steps=2, guidance_scale=4.0, max_sequence_length=64)
+CALL = {**tiny.QUICK, "height": 32, "width": 32, "num_frames": 3, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")

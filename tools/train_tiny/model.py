@@ -1,5 +1,6 @@
 """Build the parts of the embedded ``WanPipeline``: transformer, text encoder, tokenizer, codec, scheduler."""
 
+import functools
 import math
 import re
 
@@ -66,6 +67,7 @@ def initialise(seed: int = 0) -> tuple[WanTransformer3DModel, UMT5EncoderModel, 
     return build_transformer(), build_text_encoder(len(tokenizer)), tokenizer
 
 
+@functools.cache
 def fit_codec(seed: int = 0, clips: int = 256) -> dict[str, torch.Tensor]:
     """PCA of 4x4x3 pixel patches of clips: basis [48, Z], mean [Z] and std [Z] of the latents.
 

@@ -21,7 +21,7 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum; the update has the RMS of an AdamW update, so both share one learning rate."""
 
     def __init__(self, params, lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.0):
-        super().__init__(list(params), dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):

@@ -40,10 +40,12 @@ SMALL, CUBE, LONG, WIDE = (8, 4, 8, 8), (4, 8, 8, 8), (2, 16, 8, 8), (2, 4, 16, 
 MIDDLE, NATIVE = (2, 8, 12, 12), (1, 16, 16, 16)
 PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, SMALL),)),
-    Phase(4500, (3e-3, 3e-3), ((0.74, SMALL), (0.14, CUBE), (0.06, LONG), (0.06, WIDE))),
-    Phase(7000, (3e-3, 2e-3), ((0.45, SMALL), (0.31, CUBE), (0.08, LONG), (0.08, WIDE), (0.08, MIDDLE))),
-    Phase(8000, (2e-3, 1e-3), ((0.2, SMALL), (0.35, CUBE), (0.1, LONG), (0.1, WIDE), (0.2, MIDDLE), (0.05, NATIVE))),
-    Phase(8600, (1e-3, 1e-4), ((0.2, CUBE), (0.1, LONG), (0.1, WIDE), (0.2, MIDDLE), (0.4, NATIVE))),
+    Phase(2500, (3e-3, 3e-3), ((0.74, SMALL), (0.14, CUBE), (0.06, LONG), (0.06, WIDE))),
+    Phase(3600, (3e-3, 2.5e-3), ((0.3, SMALL), (0.4, CUBE), (0.12, LONG), (0.08, WIDE), (0.1, MIDDLE))),
+    Phase(
+        4400, (2.5e-3, 1.6e-3), ((0.1, SMALL), (0.35, CUBE), (0.15, LONG), (0.1, WIDE), (0.26, MIDDLE), (0.04, NATIVE))
+    ),
+    Phase(5200, (1.6e-3, 1e-4), ((0.2, CUBE), (0.1, LONG), (0.1, WIDE), (0.25, MIDDLE), (0.35, NATIVE))),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
@@ -117,7 +119,7 @@ class Trainer:
                 matrices.append(p)
             else:
                 rest.append(p)
-        groups = [dict(params=rest, factor=1.0), dict(params=gains, factor=GAIN_LR)]
+        groups = [{"params": rest, "factor": 1.0}, {"params": gains, "factor": GAIN_LR}]
         return [Muon(matrices, weight_decay=0.01), torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)]
 
     def _set_lr(self, lr: float) -> None:

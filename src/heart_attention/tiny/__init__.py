@@ -23,11 +23,16 @@ __all__ = ["NATIVE", "QUICK", "check", "load", "load_random", "path", "prompts",
 
 # Arguments for calling the pipeline. The codec keeps every frame, and diffusers turns num_frames into
 # num_frames + 1 for such a codec: 15 gives 16 frames. 16 x 16 x 16 = 4,096 video tokens of 8 x 8 pixels.
-NATIVE = dict(
-    height=128, width=128, num_frames=15, num_inference_steps=50, guidance_scale=4.0, max_sequence_length=64
-)
+NATIVE = {
+    "height": 128,
+    "width": 128,
+    "num_frames": 15,
+    "num_inference_steps": 50,
+    "guidance_scale": 4.0,
+    "max_sequence_length": 64,
+}
 # 8 x 12 x 12 = 1,152 video tokens.
-QUICK = dict(height=96, width=96, num_frames=7, num_inference_steps=12, guidance_scale=4.0, max_sequence_length=64)
+QUICK = {**NATIVE, "height": 96, "width": 96, "num_frames": 7, "num_inference_steps": 12}
 
 
 def path() -> str:
