@@ -26,6 +26,11 @@ _CHUNK = 512  # tokens widened to fp32 at a time: stays in cache, and torch sums
 def pool(x: Tensor, seen: slice | Tensor | None = None) -> Tensor:
     """Mean over the tokens the predictor sees, in fp32: [B, H, N, D] -> [B, H, D]."""
     x = _seen(x, seen)
+    if x.is_cuda:
+        from .kernels import triton_predict
+
+        if triton_predict.serves(x, "pooling"):
+            return triton_predict.pooled_means(x)
     if x.is_cuda or x.dtype in (torch.float32, torch.float64):
         return x.mean(2, dtype=torch.float32)
     total = x.new_zeros((x.shape[0], x.shape[1], x.shape[3]), dtype=torch.float32)
