@@ -89,7 +89,7 @@ class Usage:
 
 
 def cases(sizes: tuple[int, ...] = (64, 128)) -> Iterator[Case]:
-    """Every kernel, bf16 inputs, at the head sizes that video models have; attention and scores in fp32 too."""
+    """Every kernel, bf16 inputs, at the head sizes that video models have; at 128 attention and scores in fp32 too."""
     for d in sizes:
         for name, block, gathered in (
             ("blocks", 128, False),
@@ -98,7 +98,8 @@ def cases(sizes: tuple[int, ...] = (64, 128)) -> Iterator[Case]:
         ):
             yield attention_case(d, "bf16", name, block, gathered)
         yield attention_case(d, "bf16", "blocks of 64", 64, False)
-        yield attention_case(d, "fp32", "blocks", 128, False)
+        if d == 128:
+            yield attention_case(d, "fp32", "blocks", 128, False)
         yield from prediction_cases(d)
 
 
@@ -145,7 +146,7 @@ def prediction_cases(d: int) -> Iterator[Case]:
 
     tile_m, tile_n = predict.SCORE_TILE
     head = {"D": d, "D_PAD": d}
-    for dtype, size in (("bf16", 2), ("fp32", 4)):
+    for dtype, size in (("bf16", 2), ("fp32", 4))[: 2 if d == 128 else 1]:
         yield case(
             "XAttention scores, tiles", "antidiagonal_sums", {"scale_log2": "fp32"} | _tokens(dtype),
             {"D": d, "D_STEP": predict.feature_step(size), "STRIDE": 16, "GROUPS": 8, "PERM": False,
@@ -284,28 +285,28 @@ def interpreter_errors() -> list[dict[str, Any]]:
         rows.append({"kernel": kernel, "shape": shape, "error": error, "limit": limit, "passes": error <= limit})
 
     for d in (64, 128):
-        q, k, v = (tokens(300, d) for _ in range(3))
+        q, k, v = (tokens(150, d) for _ in range(3))
         mask = XAttention(16, 64).predict(q, k, 0.5)
-        row("attention, blocks", f"N=300 D={d} block 64", attend(mask, q, k, v))
-        order = torch.randperm(280, generator=generator)
-        tail = BlockMask(mask.blocks, 64, 280, 280, order, tail=20)
-        row("attention, blocks, token order", f"N=280+20 unused D={d} block 64", attend(tail, q, k, v))
+        row("attention, blocks", f"N=150 D={d} block 64", attend(mask, q, k, v))
+        order = torch.randperm(130, generator=generator)
+        tail = BlockMask(mask.blocks, 64, 130, 130, order, tail=20)
+        row("attention, blocks, token order", f"N=130+20 unused D={d} block 64", attend(tail, q, k, v))
         mask = SVG2(6, 12, min_ratio=0.2, init_iters=3).predict(q, k, 0.5)
-        row("attention, clusters", f"N=300 D={d} 6 × 12 clusters", attend(mask, q, k, v))
+        row("attention, clusters", f"N=150 D={d} 6 × 12 clusters", attend(mask, q, k, v))
         got = triton_predict.xattention_scores(q, k, 16, 64)
         row(
             "XAttention scores",
-            f"N=300 D={d} stride 16 block 64",
+            f"N=150 D={d} stride 16 block 64",
             float((got - XAttention(16, 64).scores(q, k)).abs().max()),
         )
         init = q[:, :, :20].contiguous()
         labels, centroids, _ = SVG2().cluster(q, init, 2)
         found = triton_predict.kmeans(q, init, 2)
-        row("k-means, assignment", f"N=300 D={d} C=20, labels that differ", float((labels != found.labels).sum()), 0)
-        row("k-means, means", f"N=300 D={d} C=20", float((centroids - found.centroids).abs().max()))
+        row("k-means, assignment", f"N=150 D={d} C=20, labels that differ", float((labels != found.labels).sum()), 0)
+        row("k-means, means", f"N=150 D={d} C=20", float((centroids - found.centroids).abs().max()))
         want = (q.mean(2) - k.mean(2)).abs().sum(-1) * 2
         got = triton_predict.pooled_drift(q, k, k.mean(2), q.mean(2))
-        row("pooled drift", f"N=300 D={d}", float((got - want).abs().max()), 2e-5)
+        row("pooled drift", f"N=150 D={d}", float((got - want).abs().max()), 2e-5)
     return rows
 
 
