@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import HeartError
 from ..masks import ClusterMask, Text, top_p
 from .base import Key, Settings, Thresholds, check_positive, check_qk, read_heads, read_text, read_thresholds
-from .kmeans import Clusters, lloyd, random_tokens
+from .kmeans import Clusters, lloyd_heads, random_tokens
 
 REFERENCE_TOKENS = 32760  # Wan2.1 at 480p, 81 frames: the size that the default cluster counts are meant for
 
@@ -108,13 +108,15 @@ class SVG2(Settings):
         if text is not None and k.shape[2] != n:
             raise HeartError(f"joint text needs as many keys as queries, not {k.shape[2]} and {n}")
         layer, branch, first = key if key is not None else (0, "", 0)
-        extra = 0 if text is None else 2
-        mask = self._empty(batch, n_heads, n, k.shape[2], extra, q.device)
+        mask = self._empty(batch, n_heads, n, k.shape[2], 0 if text is None else 2, q.device)
         for b in range(batch):
-            for h in range(n_heads):
-                place = (first + b, names[h])
-                pair = self._cluster_pair(q[b, h], k[b, h], text, state, place, (layer, names[h], branch))
+            places = [(first + b, name) for name in names]
+            q_clusters = self._cluster_side(q[b], 0, places, state, text, (layer, branch))
+            k_clusters = self._cluster_side(k[b], 1, places, state, text, (layer, branch))
+            for h, pair in enumerate(zip(q_clusters, k_clusters)):
                 self._fill(mask, b, h, pair, float(tau[b, h]), text)
+                if state is not None:
+                    state.centroids[places[h]] = (pair[0].centroids, pair[1].centroids)
         return mask
 
     @torch.no_grad()
@@ -131,7 +133,8 @@ class SVG2(Settings):
         check_positive("k-means", iters=iters)
         self._check_counts(x.shape[2], init.shape[2])
         batch, heads = x.shape[:2]
-        found = [lloyd(x[b, h], init[b, h], iters) for b in range(batch) for h in range(heads)]
+        every = [(b, h) for b in range(batch) for h in range(heads)]
+        found = lloyd_heads([x[at] for at in every], [init[at] for at in every], iters)
         parts = zip(*(c[:3] for c in found))
         labels, centroids, sizes = (torch.stack(part).unflatten(0, (batch, heads)) for part in parts)
         return labels.to(torch.int16), centroids, sizes
@@ -164,29 +167,32 @@ class SVG2(Settings):
         at_least = max(1, int(self.min_ratio * len(k_centroids)))
         return top_p(mass, tau, strict=False, total=1.0, at_least=at_least)
 
-    def _cluster_pair(
-        self, q: Tensor, k: Tensor, text: Text | None, state: ClusterState | None, place: tuple, key: tuple
-    ) -> tuple[Clusters, Clusters]:
-        """Clusters of the video tokens of one head's queries and keys; remembers the centroids."""
-        if text is not None:
-            video = text.video_index(q.shape[0], q.device)
-            q, k = q.index_select(0, video), k.index_select(0, video)
-        known = state.centroids.get(place, (None, None)) if state is not None else (None, None)
-        pair = (
-            self._cluster_head(q, self.q_clusters, known[0], (*key, "q")),
-            self._cluster_head(k, self.k_clusters, known[1], (*key, "k")),
-        )
-        if state is not None:
-            state.centroids[place] = (pair[0].centroids, pair[1].centroids)
-        return pair
+    def _cluster_side(
+        self, x: Tensor, side: int, places: list[tuple], state: ClusterState | None, text: Text | None, key: tuple
+    ) -> list[Clusters]:
+        """Clusters of one batch item's queries (side 0) or keys (side 1), x [H, N, D]: the video tokens alone."""
+        video = None if text is None else text.video_index(x.shape[1], x.device)
+        count = (self.q_clusters, self.k_clusters)[side]
+        self._check_counts(x.shape[1] if video is None else len(video), count)
+        heads = list(x) if video is None else [head.index_select(0, video) for head in x]
+        known: list[Any] = [
+            state.centroids.get(place, (None, None))[side] if state is not None else None for place in places
+        ]
+        warm = [old is not None and old.shape == (count, x.shape[-1]) for old in known]
+        found: list[Any] = [None] * len(heads)
+        for is_warm, iters in ((False, self.init_iters), (True, self.step_iters)):
+            group = [h for h in range(len(heads)) if warm[h] == is_warm]
+            start = [
+                known[h] if is_warm else self._random_centroids(heads[h], count, places[h], side, key) for h in group
+            ]
+            for h, clusters in zip(group, lloyd_heads([heads[h] for h in group], start, iters)):
+                found[h] = clusters
+        return found
 
-    def _cluster_head(self, x: Tensor, count: int, known: Tensor | None, key: tuple) -> Clusters:
-        """k-means of one head's tokens [N, D], from `known` centroids or from random tokens."""
-        if known is not None and known.shape == (count, x.shape[1]):
-            return lloyd(x, known.to(x.device), self.step_iters)
-        self._check_counts(x.shape[0], count)
-        chosen = random_tokens(x.shape[0], count, self.seed, *key).to(x.device)
-        return lloyd(x, x.index_select(0, chosen), self.init_iters)
+    def _random_centroids(self, x: Tensor, count: int, place: tuple, side: int, key: tuple) -> Tensor:
+        """Random tokens of one head [N, D] as centroids [C, D]; the batch item plays no part in the draw."""
+        chosen = random_tokens(x.shape[0], count, self.seed, key[0], place[1], key[1], "qk"[side])
+        return x.index_select(0, chosen.to(x.device))
 
     def _check_counts(self, tokens: int, clusters: int) -> None:
         if clusters > tokens:

@@ -65,12 +65,8 @@ class XAttention(Settings):
     def scores(self, q: Tensor, k: Tensor, order: Tensor | None = None) -> Tensor:
         """Block scores, fp32 [B, H, Mq, Mk]; padded blocks are included when `pad` is the original's."""
         check_qk(q, k)
-        batch, heads, n_q, _ = q.shape
-        shape = (batch, heads, self._blocks(n_q), self._blocks(k.shape[2]))
-        out = torch.empty(shape, dtype=torch.float32, device=q.device)
-        q_heads, k_heads = ([x[b, h] for b in range(batch) for h in range(heads)] for x in (q, k))
-        self._score_heads(q_heads, k_heads, order, [*out.flatten(0, 1)])
-        return out
+        every = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[1])]
+        return self._scores(q, k, order, every).unflatten(0, q.shape[:2])
 
     @torch.no_grad()
     def predict(
@@ -97,14 +93,12 @@ class XAttention(Settings):
         rows, cols = -(-n_q // self.block), -(-n_k // self.block)
         blocks = torch.ones(batch, n_heads, rows, cols, dtype=torch.bool, device=q.device)
         sparse = (tau < 1).nonzero().tolist()  # the others are dense by definition
-        shape = (self._blocks(n_q), self._blocks(n_k))
-        step = max(1, SCORE_FLOATS // math.prod(shape))
-        scores = torch.empty(min(step, len(sparse)), *shape, dtype=torch.float32, device=q.device)
+        step = max(1, SCORE_FLOATS // (self._blocks(n_q) * self._blocks(n_k)))
         for start in range(0, len(sparse), step):
             part = sparse[start : start + step]
-            self._score_heads([q[b, h] for b, h in part], [k[b, h] for b, h in part], order, [*scores[: len(part)]])
-            for (b, h), found in zip(part, scores):
-                blocks[b, h] = self.select(found[:rows], float(tau[b, h]))[:, :cols]
+            b, h = torch.tensor(part).unbind(-1)
+            share = tau[b, h].unsqueeze(-1).to(q.device)  # [heads, 1]
+            blocks[b, h] = self.select(self._scores(q, k, order, part)[:, :rows], share)[..., :cols]
         return BlockMask(blocks, self.block, n_q, n_k, order, tail)
 
     def select(self, scores: Tensor, thresholds: Tensor | float) -> Tensor:
@@ -154,19 +148,40 @@ class XAttention(Settings):
                 "choose pad='block' or a multiple of the block"
             )
 
-    def _score_heads(self, q: list[Tensor], k: list[Tensor], order: Tensor | None, out: list[Tensor]) -> None:
-        """Block scores of some heads: q [N, D], k [N, D] -> out fp32 [Mq, Mk] for each."""
+    def _scores(self, q: Tensor, k: Tensor, order: Tensor | None, which: list[Any]) -> Tensor:
+        """Block scores of the heads (b, h) in `which`, fp32 [heads, Mq, Mk]; by what serves this device best."""
+        q_heads, k_heads = ([x[b, h] for b, h in which] for x in (q, k))
+        shape = (len(which), self._blocks(q.shape[2]), self._blocks(k.shape[2]))
+        if q.device.type != "cpu" and _gpu_serves(self, q):
+            return _gpu_scores(self, q_heads, k_heads, order, shape)
+        out = torch.zeros(shape, dtype=torch.float32, device=q.device)
+        filled = [one[: -(-q.shape[2] // self.block)] for one in out]  # block rows with tokens, of each head
         s, per_block = self.stride, self.block // self.stride
-        visible = -(-k[0].shape[0] // s) if self.pad == "block" else out[0].shape[1] * per_block  # key groups with mass
-        filled = -(-q[0].shape[0] // self.block)  # block rows with tokens
-        for scores in out:
-            scores[filled:] = 0
-        out = [scores[:filled] for scores in out]
-        if native.serves(*q, *k):
-            native.block_scores(q, k, order, s, per_block, visible, out)
+        visible = -(-k.shape[2] // s) if self.pad == "block" else shape[2] * per_block  # key groups with mass
+        if native.serves(q, k):
+            native.block_scores(q_heads, k_heads, order, s, per_block, visible, filled)
         else:
-            for one, other, scores in zip(q, k, out):
+            for one, other, scores in zip(q_heads, k_heads, filled):
                 _torch_scores(one, other, order, s, per_block, visible, scores)
+        return out
+
+
+def _gpu_serves(settings: XAttention, q: Tensor) -> bool:
+    from ..kernels import triton_predict
+
+    reasons = triton_predict.score_reasons(settings.stride, settings.block)
+    return triton_predict.serves(q, "XAttention", *reasons)
+
+
+def _gpu_scores(
+    settings: XAttention, q: list[Tensor], k: list[Tensor], order: Tensor | None, shape: tuple[int, int, int]
+) -> Tensor:
+    from ..kernels import triton_predict
+
+    s, block, masked = settings.stride, settings.block, settings.pad == "block"
+    more: dict[str, Any] = {"order": order, "q_blocks": shape[1], "k_blocks": shape[2], "masked": masked}
+    each = [triton_predict.xattention_scores(a[None, None], b[None, None], s, block, **more) for a, b in zip(q, k)]
+    return torch.cat(each).squeeze(1)
 
 
 def _torch_scores(
