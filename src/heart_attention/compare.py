@@ -131,11 +131,11 @@ def generate(pipe, method: Method, prompt: str, seed: int, setting: Setting, on_
 
     generator = torch.Generator("cpu").manual_seed(seed)
     with api.enabled(pipe, method.config):
-        timer = ForwardTimer(transformers_of(pipe))
+        timer, began = ForwardTimer(transformers_of(pipe)), time.perf_counter()
         try:
             output = pipe(prompt, generator=generator, callback_on_step_end=tick, output_type="np", **setting.call)
         finally:
-            seconds = timer.close()
+            seconds, wall = timer.close(), time.perf_counter() - began
         stats = api.stats(pipe).to_dict()
     row = {
         "method": method.name,
@@ -143,6 +143,7 @@ def generate(pipe, method: Method, prompt: str, seed: int, setting: Setting, on_
         "seed": seed,
         "attention_s": stats["time"]["total"],
         "total_s": seconds,
+        "wall_s": wall,
         "density": stats["density"],
         "refresh_rate": stats["refresh_rate"],
         "parts_s": stats["time"],
@@ -211,13 +212,14 @@ def run(
     missing = [w for w in wanted if _load_record(out / "records" / f"{w[3]}.json") is None]
     if missing and warm:
         warm_up(pipe, methods, prompts[0], setting)
-    rows, reference = [], None
+    rows, reference, made, began = [], None, 0.0, time.perf_counter()
     for prompt, seed, method, name in wanted:
         row = _load_record(out / "records" / f"{name}.json")
         if row is None:
             advance = (lambda name=method.name: progress(name, 1)) if progress else None
             against = None if method.name == "dense" else reference
             row = _make_record(pipe, method, prompt, seed, setting, out, name, against, advance)
+            made += row["wall_s"]
         elif progress:
             progress(method.name, int(setting.call.get("num_inference_steps", 1)))
         if method.name == "dense":  # first of its (prompt, seed): what the others are compared with
@@ -225,6 +227,8 @@ def run(
         rows.append(row)
     configs = {m.name: m.config.to_dict() for m in methods}
     more = {"model": setting.model, "call": setting.call, "seeds": list(seeds), "configs": configs}
+    if made:  # what metrics, videos and bookkeeping cost on top of the generations themselves
+        more["overhead"] = round((time.perf_counter() - began) / made - 1, 4)
     conventions = {n: metrics.CONVENTIONS[n] for n in setting.metrics}
     results = {"schema": SCHEMA, "provenance": provenance(pipe, **more), "conventions": conventions, "rows": rows}
     write_json(out / "results.json", results)

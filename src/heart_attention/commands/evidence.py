@@ -22,6 +22,10 @@ def _model_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--json", action="store_true")
 
 
+def _docs_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--docs", metavar="PAGE.md", help="also fill that page (docs/reproduction.md of a checkout)")
+
+
 def register(commands) -> None:
     """Add the commands of this file."""
     one = commands.add_parser("compare", help="the paper's main table for any model, methods and prompts")
@@ -42,11 +46,13 @@ def register(commands) -> None:
     ablate.add_argument("--calibration", metavar="F.heart.json")
     ablate.add_argument("--deltas", help="comma-separated absolute δ (default: the paper's, or around the preset's)")
     ablate.add_argument("--objectives", metavar="NAME=FILE,…", help="calibrations for the objective table")
+    _docs_argument(ablate)
     ablate.set_defaults(func=run_ablate)
 
     study = commands.add_parser("study", help="the paper's observations, with the random-weight control")
     study.add_argument("which", choices=[*STUDIES, "all"])
     _model_arguments(study, "runs/study")
+    _docs_argument(study)
     study.set_defaults(func=run_study)
 
     report = commands.add_parser("report", help="one HTML file from a results folder")
@@ -170,6 +176,7 @@ def run_ablate(args: argparse.Namespace) -> int:
             found[name] = runs[name]()
     finally:
         progress.close()
+    _fill_docs(args)
     if args.json:
         print(json.dumps({n: {"finding": t["finding"], "rows": t["summary"]} for n, t in found.items()}, indent=1))
         return 0
@@ -188,6 +195,7 @@ def run_study(args: argparse.Namespace) -> int:
     backbone = preset("xattention", pipe).backbone
     wanted = list(STUDIES) if args.which == "all" else [args.which]
     found = runner.run(wanted, pipe, control, backbone, call, _prompts(args, "demo", 2), Path(args.out))
+    _fill_docs(args)
     if args.json:
         print(json.dumps(found, indent=1))
         return 0
@@ -195,6 +203,15 @@ def run_study(args: argparse.Namespace) -> int:
         print(f"\n{finding['study']}\n{finding['finding']}")
     print(f"\nnumbers and figures: {args.out}")
     return 0
+
+
+def _fill_docs(args) -> None:
+    """Studies and ablations lie side by side: fill the page with what both folders have."""
+    if args.docs:
+        from ..studies import reproduction
+
+        folder = Path(args.out).parent
+        reproduction.fill(args.docs, folder / "study", folder / "ablate")
 
 
 def _control(args, pipe):

@@ -21,9 +21,7 @@ def checked_pair(video, reference) -> tuple[np.ndarray, np.ndarray]:
             f"videos of shapes {list(video.shape)} and {list(reference.shape)} cannot be compared: use equal sizes"
         )
     if video.ndim != 4 or video.shape[-1] != 3 or video.dtype != np.uint8 or reference.dtype != np.uint8:
-        raise HeartError(
-            f"metrics need uint8 [T, H, W, 3], not {video.dtype} {list(video.shape)}: see heart_attention.video.to_uint8"
-        )
+        raise HeartError(f"metrics need uint8 [T, H, W, 3], not {video.dtype} {list(video.shape)}: see video.to_uint8")
     return video, reference
 
 

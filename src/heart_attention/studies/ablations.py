@@ -50,13 +50,18 @@ class Bench:
         (self.out / "results.json").replace(self.out / f"{name}.results.json")
         return {"name": name, "summary": summary, "results": results}
 
+    def conclude(self, table: dict, finding: str) -> dict:
+        """The table with its finding, which is also written beside it."""
+        write_atomic(self.out / f"{table['name']}.finding.txt", finding)
+        return {**table, "finding": finding}
+
 
 def components(bench: Bench) -> dict:
     """Backbone, + TMR, + EBC, + HEART."""
     table = bench.run([bench.method(part) for part in ("", "tmr", "ebc", "heart")], "components")
     rows = {e["method"]: e for e in table["summary"]}
     base, tmr, ebc, heart = (rows[bench.backbone + s] for s in ("", "+tmr", "+ebc", "+heart"))
-    table["finding"] = (
+    finding = (
         f"Mask reuse alone changes attention time by {base['attention_s'] / tmr['attention_s']:.2f}× and PSNR by "
         f"{tmr['psnr'] - base['psnr']:+.2f} dB; calibrated thresholds alone by "
         f"{base['attention_s'] / ebc['attention_s']:.2f}× and {ebc['psnr'] - base['psnr']:+.2f} dB at density "
@@ -64,7 +69,7 @@ def components(bench: Bench) -> dict:
         f"{base['attention_s'] / heart['attention_s']:.2f}× and {heart['psnr'] - base['psnr']:+.2f} dB "
         "(paper, Wan2.1-1.3B: +0.42, +0.76 and +0.57 dB)."
     )
-    return table
+    return bench.conclude(table, finding)
 
 
 def matched_policies(refresh_rate: float, steps: int, dense_steps: int) -> tuple[Interval, Warmup]:
@@ -93,8 +98,7 @@ def policy(bench: Bench) -> dict:
     rows = {e["method"]: e for e in table["summary"]}
     listed = ", ".join(f"{m.name} {rows[m.name]['psnr']:.2f} dB at {rows[m.name]['refresh_rate']:.0%}" for m in chosen)
     best = max(chosen, key=lambda m: rows[m.name]["psnr"]).name
-    table["finding"] = f"At matched shares of refreshed masks: {listed}; best is {best} (the paper: TMR)."
-    return table
+    return bench.conclude(table, f"At matched shares of refreshed masks: {listed}; best is {best} (the paper: TMR).")
 
 
 def deltas(bench: Bench, values: Sequence[float] | None = None) -> list[tuple[str, TMR]]:
@@ -118,8 +122,7 @@ def delta(bench: Bench, values: Sequence[float] | None = None) -> dict:
         f"{rows[m.name]['attention_speedup']:.2f}×"
         for m in chosen
     )
-    table["finding"] = f"{listed}. The paper finds a plateau up to 30 and a loss of 1.1 dB at 100."
-    return table
+    return bench.conclude(table, f"{listed}. The paper finds a plateau up to 30 and a loss of 1.1 dB at 100.")
 
 
 def objective(bench: Bench, files: dict[str, str]) -> dict:
@@ -134,5 +137,4 @@ def objective(bench: Bench, files: dict[str, str]) -> dict:
     listed = " > ".join(
         f"{e['method']} ({e['psnr']:.2f} dB, SSIM {e['ssim']:.4f}, density {e['density']:.3f})" for e in rows
     )
-    table["finding"] = f"{listed}; the paper: weighted 3D-FFT 21.61 dB over velocity MSE 21.54 dB."
-    return table
+    return bench.conclude(table, f"{listed}; the paper: weighted 3D-FFT 21.61 dB over velocity MSE 21.54 dB.")
