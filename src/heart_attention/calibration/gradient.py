@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -215,7 +215,7 @@ class _OwnThresholds:
 
     def __init__(self, spec: Spec, row: Sequence[int]):
         used = sorted({c for c in row if c != DENSE}) or [0]
-        self.spec = Spec(spec.backbone, tuple(spec.candidates[c] for c in used), spec.order, spec.kernel)
+        self.spec = replace(spec, candidates=tuple(spec.candidates[c] for c in used))
         self.local = [used.index(c) if c != DENSE else DENSE for c in row]
 
 

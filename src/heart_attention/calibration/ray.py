@@ -9,6 +9,7 @@ threads a worker as the local run has).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,9 +32,9 @@ class _Actor:
             pipe.set_progress_bar_config(disable=True)
         self.worker = Worker(pipe, job)
 
-    def ready(self) -> bool:
-        """Answers once the model is there."""
-        return True
+    def process(self) -> int:
+        """Its process id; answers once the model is there."""
+        return os.getpid()
 
     def do(self, task: Task, data: bytes | None) -> list[Record]:
         """One whole task."""

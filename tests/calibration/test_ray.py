@@ -1,0 +1,100 @@
+"""Calibration on a real local Ray cluster of two workers, one of which is killed in the middle."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from models_for_tests import CALL, wan_pipe
+
+from heart_attention.backbones import XAttention
+from heart_attention.calibration import run, work
+from heart_attention.errors import HeartError
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+def load():
+    """Makes the pipeline on a worker."""
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    return wan_pipe(layers=2)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    here = os.path.dirname(os.path.abspath(__file__))
+    ray.init(
+        num_cpus=2, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}},
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+    torch.set_num_threads(threads)
+
+
+def settings(method):
+    return run.Settings(
+        XAttention(stride=4, block=8), ("a red ball", "a cat"), CALL, method=method, held_out=("blue sky",),
+        contexts=3, held_out_contexts=2, dense_steps=2, rounds=1, candidates=(0.6, 0.9, 0.95),
+    )  # fmt: skip
+
+
+def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypatch):
+    from heart_attention.calibration.ray import RayCrew
+
+    local = run.calibrate(load(), settings("probes"), tmp_path / "local")
+    crews, replaced, killed = [], [], []
+    original, replace = RayCrew.__init__, RayCrew._replace
+
+    def remember(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        crews.append(self)
+
+    monkeypatch.setattr(RayCrew, "__init__", remember)
+    monkeypatch.setattr(RayCrew, "_replace", lambda self, *a: replaced.append(1) or replace(self, *a))
+
+    def kill_one(stage, done, total, left):
+        if stage == "probes" and done >= 2 and not killed:
+            killed.append(ray.get(crews[0].actors[0].process.remote()))
+            os.kill(killed[0], signal.SIGKILL)
+
+    spread = run.calibrate(
+        load(), settings("probes"), tmp_path / "ray", ray="auto", loader=load, workers=2, progress=kill_one
+    )
+    assert len(crews[0].needs) == 1 and crews[0].count == 2
+    assert killed and replaced
+    assert spread.to_bytes() == local.to_bytes()
+
+
+def test_a_failing_task_is_one_sentence(cluster, tmp_path):
+    from heart_attention.calibration.ray import RayCrew
+
+    crew = RayCrew("auto", load, settings("probes").job(), workers=1)
+    try:
+        with pytest.raises(HeartError, match="a Ray worker failed at verify_p000_s001"):
+            list(crew.do([work.Task("verify", 0, 1, choice=((0,),))], lambda *_: b"no context"))
+    finally:
+        crew.close()
+
+
+def test_a_task_that_kills_every_worker_is_given_up(cluster):
+    from heart_attention.calibration.ray import RayCrew
+
+    crew = RayCrew("auto", functools.partial(os._exit, 1), settings("probes").job(), workers=1)
+    try:
+        with pytest.raises(HeartError, match="lost 4 Ray workers in a row"):
+            list(crew.do([work.Task("verify", 0, 1, choice=((0,),))], lambda *_: b""))
+    finally:
+        crew.close()
+
+
+def test_ray_needs_a_loader(cluster, tmp_path):
+    with pytest.raises(HeartError, match="needs a loader"):
+        run.calibrate(load(), settings("probes"), tmp_path, ray="auto")

@@ -1,0 +1,244 @@
+"""Whole calibrations: resumed after kills to the same bytes, nothing wrong ever used, figures that add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models_for_tests import CALL, wan_pipe
+
+from heart_attention.backbones import SVG2, XAttention
+from heart_attention.calibration import file, run, store
+from heart_attention.errors import HeartError
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return wan_pipe(layers=2)
+
+
+def settings(method="joint", backbone=None, **more):
+    given = {"method": method, "held_out": ("blue sky",), "contexts": 3, "held_out_contexts": 2, "dense_steps": 2}
+    given |= {"rounds": 1, "candidates": (0.6, 0.9, 0.95)}
+    return run.Settings(backbone or XAttention(stride=4, block=8), ("a red ball", "a cat"), CALL, **(given | more))
+
+
+@pytest.fixture(scope="module")
+def finished(pipe, tmp_path_factory):
+    """A finished calibration by each method: (folder, calibration, stages seen)."""
+    made = {}
+    for method in run.METHODS:
+        work, stages = tmp_path_factory.mktemp(method), []
+        made[method] = (
+            work,
+            run.calibrate(pipe, settings(method), work, progress=lambda *a, s=stages: s.append(a)),
+            stages,
+        )
+    return made
+
+
+@pytest.mark.parametrize("method", ["probes", "joint"])
+def test_killed_at_random_moments_the_file_is_the_same(tmp_path, method):
+    done = subprocess.run(
+        [sys.executable, str(HERE / "killed_runs.py"), str(tmp_path), method, "5"],
+        capture_output=True, text=True, timeout=500, cwd=HERE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["equal"] and told["kills"] >= 2
+    assert all(before <= after for before, after in told["records"])  # nothing finished is lost
+    assert told["records"][-1][1] == told["total"]
+
+
+@pytest.mark.parametrize("method", run.METHODS)
+def test_a_calibration_is_complete_and_saves(finished, method, tmp_path, pipe):
+    _, made, stages = finished[method]
+    path = made.save(tmp_path / "x.heart.json")
+    again = file.Calibration.load(path, pipe.transformer)
+    assert again == made and made.method == method and made.thresholds.shape == (2, 2)
+    assert made.candidates.tolist() == [0.6, 0.9, 0.95] and made.E.shape == made.S.shape == (2, 2, 3)
+    for where in ("calibration", "held_out"):
+        for who in ("shared", "chosen"):
+            figures = made.verification[where][who]
+            assert figures["error"] == pytest.approx(np.mean(figures["errors"])) and 0 < figures["sparsity"] < 1
+    assert {s for s, *_ in stages} >= {"trajectories", "verifying, calibration", "verifying, held out"}
+    for _, done, total, left in stages:
+        assert 0 <= done <= total and (left is None or left >= 0)
+
+
+def test_joint_never_ends_above_the_shared_threshold(finished):
+    figures = finished["joint"][1].verification["calibration"]
+    assert figures["chosen"]["error"] <= figures["shared"]["error"]
+    assert figures["chosen"]["sparsity"] >= figures["shared"]["sparsity"] - run.SLACK
+
+
+def test_probes_tables_are_means_of_the_heads_own_contexts(finished, pipe):
+    work, made, _ = finished["probes"]
+    contexts = run.draw_contexts(settings("probes"), 2, 2)
+    for layer in range(2):
+        for head in range(2):
+            own = [at for at, wanted in contexts.probes.items() if head in wanted.get(layer, ())]
+            assert len(own) == 4 and len({p for p, _ in own}) == 1
+            records = [_value(work, f"probe_p{p:03d}_s{s:03d}_l{layer:03d}")["heads"][str(head)] for p, s in own]
+            np.testing.assert_allclose(made.E[layer, head], np.mean([r["error"] for r in records], axis=0), rtol=1e-14)
+            np.testing.assert_allclose(
+                made.S[layer, head], np.mean([r["sparsity"] for r in records], axis=0), rtol=1e-14
+            )
+    assert made.extra["probes"]["planned"] == 3 * 4 * 2 * 2 >= made.extra["probes"]["run"]
+    assert len(made.extra["null"]["probes"]) == len(contexts.probes) and made.extra["null"]["worst"] < 1e-8
+    np.testing.assert_allclose(made.bands @ [1, 0.5, 0.01, 0.01], made.E, rtol=1e-12)
+
+
+def _value(work, name):
+    return json.loads((work / "records" / f"{name}.json").read_text())["value"]
+
+
+def test_finished_work_is_not_done_again(finished, pipe, monkeypatch):
+    work, made, _ = finished["joint"]
+
+    def refuse(*_):
+        raise AssertionError("work was done again")
+
+    monkeypatch.setattr(run.Worker, "run", refuse)
+    assert run.calibrate(pipe, settings("joint"), work) == made
+
+
+def _copy(work, tmp_path):
+    import shutil
+
+    return Path(shutil.copytree(work, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("harm", ["deleted", "half", "altered", "other plan", "context"])
+def test_damage_is_found_and_mended(finished, pipe, tmp_path, harm, caplog):
+    work, made, _ = finished["isolated"]
+    work = _copy(work, tmp_path)
+    path = sorted((work / "records").glob("gradient*.json"))[0]
+    if harm == "deleted":
+        path.unlink()
+    elif harm == "half":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif harm == "altered":
+        path.write_text(path.read_text().replace('"error": ', '"error": 1', 1))
+    elif harm == "other plan":
+        path.write_text(json.dumps({**json.loads(path.read_text()), "plan": "0" * 64}))
+    else:
+        context = sorted((work / "trajectories").glob("*.safetensors"))[0]
+        context.write_bytes(context.read_bytes()[:-4] + b"\0\0\0\1")
+        path.unlink()
+    assert run.calibrate(pipe, settings("isolated"), work) == made
+    assert ("damaged or of another plan" in caplog.text) == (harm in ("half", "altered", "other plan"))
+
+
+def test_a_changed_plan_is_refused_and_names_what_changed(finished, pipe, tmp_path):
+    work = finished["isolated"][0]
+    with pytest.raises(HeartError, match=r"another calibration \(different: contexts, seed\)"):
+        run.calibrate(pipe, settings("isolated", seed=1, contexts=4), work)
+    with pytest.raises(HeartError, match="different: model, weights"):
+        run.calibrate(wan_pipe(layers=3), settings("isolated"), work)
+    with pytest.raises(HeartError, match="different: weights"):
+        run.calibrate(wan_pipe(layers=2, seed=9), settings("isolated"), work)
+    with pytest.raises(HeartError, match="records already: resume"):
+        run.calibrate(pipe, settings("isolated"), work, resume=False)
+    copy = _copy(work, tmp_path)
+    (copy / "plan.json").write_text("{}")
+    with pytest.raises(HeartError, match="damaged or of another version"):
+        run.calibrate(pipe, settings("isolated"), copy)
+    (copy / "plan.json").unlink()
+    with pytest.raises(HeartError, match="records but no plan"):
+        run.calibrate(pipe, settings("isolated"), copy)
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(finished, pipe, tmp_path, monkeypatch):
+    work, made, _ = finished["isolated"]
+    work = _copy(work, tmp_path)
+    for path in sorted((work / "records").glob("gradient*.json"))[1:]:
+        path.unlink()
+    before = {p.name for p in (work / "records").iterdir()}
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_json", full)
+        with pytest.raises(
+            HeartError, match=r"cannot be written \(No space left on device\): what is finished is kept"
+        ):
+            run.calibrate(pipe, settings("isolated"), work)
+    assert {p.name for p in (work / "records").iterdir()} == before
+    assert run.calibrate(pipe, settings("isolated"), work) == made
+
+
+def test_the_model_is_given_back_whatever_happens(pipe, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(run.Runner, "records", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run.calibrate(pipe, settings("isolated"), tmp_path)
+    assert not any("forward" in m.__dict__ for m in pipe.transformer.modules())
+    assert all(type(b.attn1.processor).__mro__[1] is object for b in pipe.transformer.blocks)
+
+
+def test_svg2_and_the_conditional_velocity(pipe, tmp_path):
+    made = run.calibrate(
+        pipe, settings("probes", SVG2(6, 10, init_iters=5), velocity="cond", strata="sparse"), tmp_path
+    )
+    assert made.backbone["name"] == "svg2" and made.settings["velocity"] == "cond"
+    assert (np.diff(made.S, axis=-1) <= 0).all() and (made.E[..., 0] > 0).all()
+
+
+def test_other_budgets(pipe, finished):
+    _, made, _ = finished["isolated"]
+    looser = run._solve(settings("isolated", min_sparsity=0.1), made.E, made.S)
+    assert looser.sparsity >= 0.1 and looser.objective <= made.solver["objective"]
+    by_mean = run._solve(settings("isolated", max_mean_threshold=0.8), made.E, made.S)
+    assert by_mean.thresholds.mean() <= 0.8 + 1e-9
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ({"method": "magic"}, "method is one of"), ({"velocity": "raw"}, "'guided' or 'cond'"),
+        ({"candidates": (0.5, 1.5)}, "lie in 0"), ({"shared": 0.0}, "shared threshold"),
+        ({"start": "dense"}, "'shared' or 'isolated'"), ({"min_sparsity": 0.5, "max_mean_threshold": 0.9}, "one budget"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_one_sentence(wrong, told):
+    with pytest.raises(HeartError, match=told):
+        settings(**wrong)
+
+
+def test_settings_have_the_papers_and_our_defaults():
+    probes, joint = settings("probes", candidates=None), settings("joint", candidates=None)
+    assert probes.taus == (0.85, 0.9, 0.95) and probes.strata == "paper"
+    assert joint.taus == (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98) and joint.strata == "sparse"
+    assert dataclasses.replace(joint, candidates=(0.5,)).taus == (0.5, 0.9)
+
+
+def test_two_transformers_are_refused(pipe, tmp_path):
+    class Both:
+        transformer, transformer_2, scheduler = pipe.transformer, pipe.transformer, pipe.scheduler
+
+    with pytest.raises(HeartError, match="two transformers"):
+        run.calibrate(Both(), settings(), tmp_path)
