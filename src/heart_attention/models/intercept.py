@@ -23,6 +23,7 @@ from ..clock import Clock, Where
 from ..errors import HeartError
 from . import family_of, ops, processors
 from .base import Family, Grid, count
+from .parallel import Deal, check_parallel
 
 logger = logging.getLogger(__name__)
 CHILD = "_heart_clock"  # the child module that carries our hook
@@ -109,7 +110,7 @@ class Attachment:
         self._transformer = weakref.ref(transformer)
         self.handler, self.family, self.clock, self.index = handler, family, clock, index
         self.handle = ops.handle(self)
-        self.deal: Any = None  # parallel.Deal: which rank gets which heads
+        self.deal: list[Deal] | None = None  # by layer, which rank gets which heads
         self._where: Where | None = None
         self._tokens = 0
         self._said: set[str] = set()
@@ -159,7 +160,7 @@ class Attachment:
         if reason is not None:
             layer.refused = present
         if present is layer.refused:
-            self._pass(self._at(layer), f"a processor HEART cannot serve: {reason or 'as before'}")
+            self.passed_through(layer, f"a processor HEART cannot serve: {reason or 'as before'}")
 
     def attend(
         self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: processors.Dense, **at: Any
@@ -190,6 +191,10 @@ class Attachment:
         if q.shape[1:] != k.shape[1:]:
             return f"keys of shape {tuple(k.shape)} for queries of {tuple(q.shape)}"
         return self.family.reason_not(self._tokens, where.text, q, dense.mask)
+
+    def passed_through(self, layer: Layer, reason: str) -> None:
+        """A layer runs dense without the handler: say why."""
+        self._pass(self._at(layer), reason)
 
     def _pass(self, where: Where, reason: str) -> None:
         told = getattr(self.handler, "passed_through", None)
@@ -260,6 +265,7 @@ def attach(
     if getattr(transformer, CHILD, None) is not None:
         raise HeartError("HEART is already enabled on this transformer; call heart.disable(...) first.")
     family = family_of(transformer)
+    check_parallel(getattr(transformer, "_parallel_config", None))
     attachment = Attachment(transformer, handler, family, clock or Clock(scheduler, family.rising), index)
     if not attachment.layers:
         raise HeartError(f"This {type(transformer).__name__} has no attention layer that HEART knows; is it complete?")

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from .parallel import attend_in_parallel
+
 if TYPE_CHECKING:
     from .intercept import Layer
 
@@ -227,9 +229,7 @@ def attend(
     if attachment is None:  # a processor that outlived its attachment
         dense.parallel = parallel_config
         return dense.raw(query, key, value)
-    if parallel_config is not None:
-        from .parallel import attend_in_parallel
-
+    if getattr(parallel_config, "context_parallel_config", None) is not None:
         return attend_in_parallel(attachment, tag.layer, dense, query, key, value, parallel_config)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return attachment.attend(tag.layer, q, k, v, dense).transpose(1, 2)

@@ -1,0 +1,188 @@
+"""Context parallelism after Ulysses: each rank gets all tokens of some heads, so HEART works there unchanged.
+
+Sparse heads cost what their masks keep, so that ranks with dense heads hold up the others. Where costs are
+known from a calibration, `deal_heads` shares heads out evenly; the exchange of tokens for heads then sends
+them to the ranks they were dealt to, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import HeartError
+
+if TYPE_CHECKING:
+    from .intercept import Attachment, Layer
+    from .processors import Dense
+
+Deal = list[list[int]]  # the heads of each rank
+
+
+def check_parallel(config: Any) -> None:
+    """Refuse a parallel config under which no rank sees all tokens of a head."""
+    context = getattr(config, "context_parallel_config", None)
+    if context is not None and context.ring_degree > 1:
+        raise HeartError(
+            f"HEART needs all tokens of a head on one device, which ring attention (ring_degree={context.ring_degree}) "
+            f"does not give; use ContextParallelConfig(ulysses_degree={context.ring_degree * context.ulysses_degree})."
+        )
+
+
+def attend_in_parallel(
+    attachment: Attachment,
+    layer: Layer,
+    dense: Dense,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    config: Any,
+) -> torch.Tensor:
+    """One call of a layer whose tokens are spread over ranks; q, k, v [B, n, H, D] with this rank's n tokens."""
+    check_parallel(config)
+    context = config.context_parallel_config
+    reason = _reason_not(layer, dense, query, key)
+    if reason is not None:
+        attachment.passed_through(layer, reason)
+        dense.parallel = config
+        return dense.raw(query, key, value)
+    group = context._ulysses_mesh.get_group()
+    rank, ranks = dist.get_rank(group), context.ulysses_degree
+    dealt = attachment.deal
+    deal = split_heads(query.shape[2], ranks) if dealt is None else dealt[layer.info.index]
+    tokens = _tokens(query, context, group)
+    q, k, v = (_to_heads(x, deal, tokens, rank, group) for x in (query, key, value))  # [B, h, N, D]
+    place = {
+        "head_offset": deal[rank][0] if dealt is None else 0,
+        "heads_total": query.shape[2],
+        "heads": None if dealt is None else deal[rank],
+        "all_reduce": _summer(group),
+    }
+    out = attachment.attend(layer, q, k, v, dense, **place)
+    return _to_tokens(out, deal, tokens, rank, group)
+
+
+def _reason_not(layer: Layer, dense: Dense, query: torch.Tensor, key: torch.Tensor) -> str | None:
+    if layer.info.kind != "self":
+        return "joint text tokens spread over ranks"
+    if dense.mask is not None or dense.extra or query.shape != key.shape:
+        return "an attention mask or options under context parallelism"
+    return None
+
+
+def _tokens(query: torch.Tensor, context: Any, group: Any) -> list[int]:
+    """How many tokens each rank holds."""
+    if not getattr(context, "ulysses_anything", False):
+        return [query.shape[1]] * context.ulysses_degree
+    sizes = [torch.zeros(1, dtype=torch.int64, device=query.device) for _ in range(context.ulysses_degree)]
+    dist.all_gather(sizes, torch.tensor([query.shape[1]], device=query.device), group=group)
+    return [int(size) for size in sizes]
+
+
+def _to_heads(x: torch.Tensor, deal: Deal, tokens: list[int], rank: int, group: Any) -> torch.Tensor:
+    """[B, n, H, D] with this rank's tokens -> [B, h, N, D] with its heads and all tokens."""
+    batch, _, _, dim = x.shape
+    sent = [x[:, :, heads] for heads in deal]  # [B, n, h of that rank, D]
+    mine = len(deal[rank])
+    parts = _exchange(sent, [(batch, n, mine, dim) for n in tokens], group)
+    return torch.cat(parts, dim=1).transpose(1, 2)
+
+
+def _to_tokens(out: torch.Tensor, deal: Deal, tokens: list[int], rank: int, group: Any) -> torch.Tensor:
+    """[B, h, N, D] -> [B, n, H, D], every head at its own place again."""
+    batch, _, _, dim = out.shape
+    sent = list(out.transpose(1, 2).split(tokens, dim=1))  # [B, n of that rank, h, D]
+    parts = _exchange(sent, [(batch, tokens[rank], len(heads), dim) for heads in deal], group)
+    order = torch.tensor([head for heads in deal for head in heads], device=out.device)
+    return torch.cat(parts, dim=2)[:, :, order.argsort()]
+
+
+def _exchange(sent: list[torch.Tensor], shapes: list[tuple[int, ...]], group: Any) -> list[torch.Tensor]:
+    """Give `sent[r]` to rank r; what rank r gives has `shapes[r]`."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    received = sent[0].new_empty(sum(sizes))
+    flat = torch.cat([x.reshape(-1) for x in sent])
+    dist.all_to_all_single(received, flat, sizes, [x.numel() for x in sent], group=group)
+    return [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]
+
+
+def _summer(group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that share this layer's heads."""
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return all_reduce
+
+
+# -- sharing out heads -----------------------------------------------------------------------------------
+def split_heads(heads: int, ranks: int) -> Deal:
+    """Heads in order, as evenly as can be: how diffusers deals them."""
+    each = -(-heads // ranks)
+    deal = [list(range(r * each, min(heads, (r + 1) * each))) for r in range(ranks)]
+    if not all(deal):
+        raise HeartError(f"{heads} attention heads cannot be shared by {ranks} ranks; use fewer.")
+    return deal
+
+
+def deal_heads(costs: Sequence[float], ranks: int) -> Deal:
+    """Share heads out so that all ranks have equally many and about equal cost.
+
+    The dearest head goes to the rank with the least so far that still has room; then pairs of heads change
+    places as long as that helps the dearest rank.
+
+    Args:
+        costs: one number a head, e.g. the densities a calibration measured.
+        ranks: how many devices share the heads.
+    """
+    rooms = [len(part) for part in split_heads(len(costs), ranks)]
+    deal: Deal = [[] for _ in rooms]
+    for head in sorted(range(len(costs)), key=lambda h: (-costs[h], h)):
+        free = [r for r in range(ranks) if len(deal[r]) < rooms[r]]
+        deal[min(free, key=lambda r: (_load(costs, deal[r]), r))].append(head)
+    while _improve(costs, deal):
+        pass
+    return [sorted(part) for part in deal]
+
+
+def _load(costs: Sequence[float], heads: list[int]) -> float:
+    return float(sum(costs[h] for h in heads))
+
+
+def _improve(costs: Sequence[float], deal: Deal) -> bool:
+    """Swap the pair of heads that lowers the dearest rank's load most; False when none does."""
+    loads = [_load(costs, part) for part in deal]
+    top = max(range(len(deal)), key=loads.__getitem__)
+    best, swap = loads[top] * (1 - 1e-12), None
+    for r, part in enumerate(deal):
+        for i, mine in enumerate(deal[top]):
+            for j, other in enumerate(part):
+                change = costs[mine] - costs[other]
+                worst = max(loads[top] - change, loads[r] + change)
+                if r != top and worst < best:
+                    best, swap = worst, (i, r, j)
+    if swap is None:
+        return False
+    i, r, j = swap
+    deal[top][i], deal[r][j] = deal[r][j], deal[top][i]
+    return True
+
+
+def imbalance(costs: Sequence[float], deal: Deal) -> float:
+    """The dearest rank's load over the mean: 1 is even; all others wait for that rank."""
+    loads = [_load(costs, part) for part in deal]
+    mean = sum(loads) / len(loads)
+    return max(loads) / mean if mean else 1.0
+
+
+def deal_by_cost(attachment: Attachment, costs: Sequence[Sequence[float]], ranks: int) -> list[Deal]:
+    """Let a transformer's heads go to ranks by these costs [L, H] (the same on every rank)."""
+    layers = len(attachment.layers)
+    if len(costs) != layers:
+        raise HeartError(f"costs are for {len(costs)} layers but the transformer has {layers}; give [layers, heads].")
+    attachment.deal = [deal_heads(row, ranks) for row in costs]
+    return attachment.deal
