@@ -54,6 +54,8 @@ class Settings:
         rounds, gamma, start: of the joint method; gamma is where the line search starts, `start` is "shared" or
             "isolated" (one backward pass a context more, a better place to begin).
         min_sparsity, max_mean_threshold: a budget other than the shared threshold's sparsity.
+        realised: match the sparsity that the shared threshold really has with all heads sparse, checked by forwards,
+            rather than the mean of the table. None: so for joint and isolated, the table (the paper's way) for probes.
         dense_steps: steps that stay dense at inference.
         order, kernel, scale_clusters: as in `HeartConfig`.
     """
@@ -79,6 +81,7 @@ class Settings:
     start: str = "isolated"
     min_sparsity: float | None = None
     max_mean_threshold: float | None = None
+    realised: bool | None = None
     kernel: str = "auto"
     scale_clusters: bool = False
 
@@ -101,6 +104,8 @@ class Settings:
             raise HeartError(f"the shared threshold lies in 0 … 1, not {self.shared}")
         object.__setattr__(self, "candidates", tuple(sorted({*taus, float(self.shared)})))
         object.__setattr__(self, "strata", self.strata or ("paper" if self.method == "probes" else "sparse"))
+        if self.realised is None:
+            object.__setattr__(self, "realised", self.method != "probes")
         object.__setattr__(self, "prompts", tuple(self.prompts))
         object.__setattr__(self, "held_out", tuple(self.held_out))
 
@@ -192,8 +197,8 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
 
 _PLAIN = (
     "method", "candidates", "shared", "strata", "velocity", "error", "prompts", "held_out", "seed", "dense_steps",
-    "order", "contexts", "held_out_contexts", "rounds", "gamma", "start", "min_sparsity", "max_mean_threshold", "kernel",
-    "scale_clusters",
+    "order", "contexts", "held_out_contexts", "rounds", "gamma", "start", "min_sparsity", "max_mean_threshold",
+    "realised", "kernel", "scale_clusters",
 )  # fmt: skip
 
 
@@ -313,7 +318,6 @@ def by_probes(settings: Settings, contexts: Contexts, runner: Runner, layers: in
         return np.asarray(rows)
 
     E, S = table("error"), table("sparsity")
-    solved = _solve(settings, E, S)
     extra = {
         "bands": table("bands").tolist(),
         "attention_error": table("attention").tolist(),
@@ -323,7 +327,23 @@ def by_probes(settings: Settings, contexts: Contexts, runner: Runner, layers: in
             "run": int(sum(r["runs"] for rows in sums.values() for r in rows)),
         },
     }
-    return Outcome(E, S, _tuples(solved.choice), solved.to_dict(), extra)
+    outcome = _assign(settings, contexts, runner, E, S)
+    outcome.extra |= extra
+    return outcome
+
+
+def _assign(settings: Settings, contexts: Contexts, runner: Runner, E: np.ndarray, S: np.ndarray) -> Outcome:
+    """The assignment of least ΣE, within the table's budget or, if `realised`, within what forwards show."""
+    if settings.realised and settings.min_sparsity is None and settings.max_mean_threshold is None:
+        shared = shared_choice(settings, *E.shape[:2])
+        target = runner.verify("verifying, start", contexts.calibration, shared)["sparsity"]
+        search = _Search(settings, runner, contexts.calibration, 0 * E, E, S, 0)
+        found = search.attempt(1.0, target, np.inf)
+        if found is not None:
+            found.error, found.extra = E, {"search": search.log}
+            return found
+    solved = _solve(settings, E, S)
+    return Outcome(E, S, _tuples(solved.choice), solved.to_dict())
 
 
 def _passes(runner: Runner, stage: str, contexts: Sequence[tuple[int, int]], choice: Choice) -> list[Pass]:
@@ -337,8 +357,7 @@ def by_isolated(settings: Settings, contexts: Contexts, runner: Runner, layers: 
     passes = _passes(runner, "gradients", contexts.calibration, dense)
     E = np.mean([p.second for p in passes], axis=0)
     S = np.mean([p.sparsity for p in passes], axis=0)
-    solved = _solve(settings, E, S)
-    return Outcome(E, S, _tuples(solved.choice), solved.to_dict())
+    return _assign(settings, contexts, runner, E, S)
 
 
 def by_joint(settings: Settings, contexts: Contexts, runner: Runner, layers: int, heads: int) -> Outcome:
@@ -352,11 +371,12 @@ def by_joint(settings: Settings, contexts: Contexts, runner: Runner, layers: int
     outcome, within = None, settings.min_sparsity is None and settings.max_mean_threshold is None
     if settings.start == "isolated":
         start = by_isolated(settings, contexts, runner, layers, heads)
-        search = _Search(settings, runner, contexts.calibration, 0 * start.error, start.error, start.sparsity, 0)
-        found = search.attempt(1.0, target, error if within else np.inf)
-        history += search.log
-        if found is not None:
-            outcome, choice, error, within = found, found.choice, found.report["joint_error"], True
+        got = runner.verify("verifying, start", contexts.calibration, start.choice)
+        history.append({"round": 0, "start": "isolated", **_figures(got)})
+        fits = got["sparsity"] >= target - SLACK or settings.max_mean_threshold is not None
+        if fits and (got["error"] < error or not within):
+            outcome, choice, error, within = start, start.choice, got["error"], True
+            outcome.report["joint_error"] = error
     for number in range(1, settings.rounds + 1):
         passes = _passes(runner, f"gradients, round {number}", contexts.calibration, choice)
         m, D, S = (np.mean([getattr(p, n) for p in passes], axis=0) for n in ("first", "second", "sparsity"))
@@ -555,6 +575,7 @@ def _to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any],
         "rounds",
         "gamma",
         "start",
+        "realised",
     )
     return file.Calibration(
         thresholds=taus[np.asarray(outcome.choice)],

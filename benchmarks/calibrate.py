@@ -1,0 +1,299 @@
+"""Calibration's figures on the embedded model: exactness, cost and what it buys, each beside the random-weight control.
+
+    python benchmarks/calibrate.py [--size quick|native] [--parts skip,gradient,compare,video,cost] [--work DIR]
+
+Everything that was measured is kept in the work folder, so a run that was stopped goes on. Times are CPU seconds of
+this process and ratios of interleaved runs. Figures (bars in brackets):
+
+- skip: probes from cached block inputs against whole forwards [≥ 1.6×, bit-exact];
+- gradient: cell-diagonal estimate of isolated errors against exact probes on the same contexts [Spearman ≥ 0.97, its
+  assignment keeps ≥ 90 % of the exact one's gain];
+- compare: joint velocity error on held-out prompts relative to the shared threshold, at equal realised sparsity: the
+  paper's protocol with 3 and with 7 candidates, isolated gradients, joint gradients [joint < probes ≤ 0.8];
+- video: PSNR against the dense video over held-out prompts for the same assignments [joint > probes > shared];
+- cost: seconds and forward-equivalents of each method, and what the formula gives for large models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from heart_attention import compare, methods, pipelines, reuse, tiny
+from heart_attention.calibration import error, gradient, probes, run, solver, trajectory
+from heart_attention.calibration.heads import DENSE
+from heart_attention.calibration.store import Store
+from heart_attention.calibration.work import Local, Worker
+from heart_attention.config import preset
+from heart_attention.studies.common import spearman
+
+PARTS = ("skip", "gradient", "compare", "video", "cost")
+ROWS = {
+    "probes, 3 candidates (the paper's)": {"method": "probes", "candidates": run.PAPER_CANDIDATES},
+    "probes, 7 candidates": {"method": "probes", "candidates": run.CANDIDATES},
+    "isolated gradients, 7": {"method": "isolated"},
+    "joint gradients, 7": {"method": "joint"},
+}
+LARGE = {"Wan2.1-1.3B": (30, 12), "Wan2.1-14B": (40, 40), "HunyuanVideo-13B": (60, 24)}
+
+
+def settings_of(pipe: Any, args: argparse.Namespace, **more: Any) -> run.Settings:
+    """The embedded model's settings for one method."""
+    config = preset(args.backbone, pipe)
+    call = dict(tiny.QUICK if args.size == "quick" else tiny.NATIVE)
+    if args.steps:
+        call["num_inference_steps"] = args.steps
+    return run.Settings(
+        config.backbone, tuple(tiny.prompts("calibration")[: args.prompts]), call,
+        held_out=tuple(tiny.prompts("heldout")[: args.held_out]), contexts=args.contexts,
+        held_out_contexts=args.held_out, order=config.order, scale_clusters=config.scale_clusters, realised=True,
+        **more,
+    )  # fmt: skip
+
+
+def contexts_of(pipe: Any, settings: run.Settings, work: Path, count: int) -> list[trajectory.Context]:
+    """Some calibration contexts, made once."""
+    settings = dataclasses.replace(settings, contexts=count, held_out=(), method="isolated")
+    store = Store(work, run.plan(pipe, settings))
+    drawn = run.draw_contexts(settings, *_size(pipe))
+    worker = Worker(pipe, settings.job())
+    try:
+        run.Runner(store, Local(worker), None).trajectories(settings, drawn)
+    finally:
+        worker.close()
+    return [trajectory.from_bytes(store.trajectories.read(p, s)) for p, s in drawn.calibration]
+
+
+def _size(pipe: Any) -> tuple[int, int]:
+    config = pipe.transformer.config
+    return config.num_layers, config.num_attention_heads
+
+
+def _cpu(function: Any) -> tuple[float, Any]:
+    began = time.process_time()
+    value = function()
+    return time.process_time() - began, value
+
+
+def skip(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """One head of every layer, all candidates: cached inputs against whole forwards, interleaved."""
+    settings = settings_of(pipe, args, method="probes")
+    (context,) = contexts_of(pipe, settings, args.work / f"skip-{args.size}", 1)
+    spec, measure = settings.spec(), error.Spectral()
+    layers, heads = _size(pipe)
+    worker, ratios, equal = Worker(pipe, settings.job()), [], True
+    try:
+        replay = worker.replay
+        list(probes.probe(replay, context, {0: [0]}, spec, measure))  # warm
+        for head in range(args.repeats):
+            wanted = {layer: [head % heads] for layer in range(layers)}
+            quick, found = _cpu(lambda w=wanted: dict(probes.probe(replay, context, w, spec, measure, null=False)))
+            slow = 0.0
+            for layer, record in found.items():
+                for k in range(len(spec.candidates)):
+                    pick = {layer: [k if h == head % heads else DENSE for h in range(heads)]}
+                    seconds, velocity = _cpu(lambda p=pick: probes.full_forward(replay, context, spec, p))
+                    slow += seconds
+                    value = error.spectral(velocity, context.reference())
+                    equal &= value == record["heads"][str(head % heads)]["error"][k]
+            ratios.append(slow / quick)
+    finally:
+        worker.close()
+    limit = 2 * layers / (layers + 1)
+    return {"speedup": float(np.median(ratios)), "all": ratios, "bit_exact": equal, "limit_of_skipping": limit}
+
+
+def gradient_against_probes(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The same contexts, all heads, seven candidates: estimate against exact, and what its assignment keeps."""
+    settings = settings_of(pipe, args, method="isolated")
+    contexts = contexts_of(pipe, settings, args.work / f"gradient-{args.size}", args.same)
+    spec, measure = settings.spec(), error.Spectral()
+    layers, heads = _size(pipe)
+    exact, estimate, S = [], [], []
+    worker = Worker(pipe, settings.job())
+    try:
+        for context in contexts:
+            everything = {layer: range(heads) for layer in range(layers)}
+            found = dict(probes.probe(worker.replay, context, everything, spec, measure, null=False))
+            exact.append([[found[la]["heads"][str(h)]["error"] for h in range(heads)] for la in range(layers)])
+            dense = [[DENSE] * heads] * layers
+            made = gradient.differentiate(worker.replay, context, spec, dense, measure, settings.seed)
+            estimate.append(made.second)
+            S.append(made.sparsity)
+    finally:
+        worker.close()
+    E, G, S = np.mean(exact, 0), np.mean(estimate, 0), np.mean(S, 0)
+    best, ours = (solver.solve(table, S, shared=0.9, thresholds=spec.candidates) for table in (E, G))
+    at = spec.candidates.index(0.9)
+    shared, least, kept = E[..., at].sum(), _sum(E, best.choice), _sum(E, ours.choice)
+    positive = E > 0
+    return {
+        "contexts": len(contexts),
+        "spearman": spearman(E[positive].ravel(), G[positive].ravel()),
+        "median_ratio": float(np.median(G[positive] / E[positive])),
+        "gain_kept": float((shared - kept) / (shared - least)),
+        "isolated_gain_of_exact": float(1 - least / shared),
+    }
+
+
+def _sum(E: np.ndarray, choice: np.ndarray) -> float:
+    return float(np.take_along_axis(E, choice[..., None], -1).sum())
+
+
+def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Held-out joint error of every method's assignment, relative to the shared threshold's."""
+    rows = {}
+    for label, more in ROWS.items():
+        settings = settings_of(pipe, args, **more)
+        folder = (
+            args.work
+            / f"{name}-{args.size}-{args.backbone}-{label.split(',')[0].replace(' ', '')}-{len(settings.taus)}"
+        )
+        seconds: dict[str, float] = {}
+        outcome, figures, _ = run.measure(pipe, settings, folder, progress=_stages(seconds))
+        held = figures["held_out"]
+        ratios = np.array(held["chosen"]["errors"]) / np.array(held["shared"]["errors"])
+        mean, half = compare.interval(ratios)
+        rows[label] = {
+            "error_vs_shared": held["chosen"]["error"] / held["shared"]["error"],
+            "mean_of_ratios": [mean, half],
+            "calibration_vs_shared": figures["calibration"]["chosen"]["error"] / figures["calibration"]["shared"]["error"],
+            "sparsity": held["chosen"]["sparsity"],
+            "shared_sparsity": held["shared"]["sparsity"],
+            "thresholds": [[settings.taus[c] for c in row] for row in outcome.choice],
+            "cpu_seconds": seconds,
+            "additive": float(outcome.error[..., settings.taus.index(0.9)].sum()),
+            "joint_shared": figures["calibration"]["shared"]["error"],
+            "search": outcome.extra.get("search"),
+        }  # fmt: skip
+    return rows
+
+
+def _stages(seconds: dict[str, float]) -> Any:
+    """A progress function that adds up CPU seconds by stage."""
+    state: dict[str, Any] = {"stage": None, "at": time.process_time()}
+
+    def progress(stage: str, done: int, total: int, left: float | None) -> None:
+        now = time.process_time()
+        if state["stage"] is not None:
+            kind = state["stage"].split(",")[0]
+            seconds[kind] = seconds.get(kind, 0.0) + now - state["at"]
+        state.update(stage=stage, at=now)
+
+    return progress
+
+
+def videos(pipe: Any, args: argparse.Namespace, rows: dict[str, Any]) -> dict[str, Any]:
+    """PSNR against dense over held-out prompts and seeds, without mask reuse: thresholds alone differ."""
+    call = dict(settings_of(pipe, args).call)
+    base = preset(args.backbone, pipe).replace(reuse=reuse.Always(), force_sparse=True)
+    chosen = [compare.Method("shared", base)]
+    chosen += [
+        compare.Method(label.replace(" ", "_"), base.replace(thresholds=r["thresholds"])) for label, r in rows.items()
+    ]
+    setting = compare.Setting("tiny", call, ("psnr",))
+    prompts = tiny.prompts("heldout")[: args.held_out]
+    dense = methods.build("dense", pipe, "tiny")
+    out = args.work / f"video-{args.size}-{args.backbone}"
+    results = compare.run(pipe, [dense, *chosen], prompts, [1000], setting, out, warm=False)
+    by: dict[str, list[dict]] = {}
+    for row in results["rows"]:
+        by.setdefault(row["method"], []).append(row)
+    shared = np.array([r["psnr"] for r in by["shared"]])
+    found = {}
+    for name, group in by.items():
+        if name != "dense":
+            values = np.array([r["psnr"] for r in group])
+            found[name.replace("_", " ")] = {
+                "psnr": compare.interval(values),
+                "gain_db": compare.interval(values - shared),
+                "density": float(np.mean([r["density"] for r in group])),
+            }
+    return found
+
+
+def cost(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds of a pass in units of one dense forward (both branches), and the formula for large models."""
+    settings = settings_of(pipe, args, method="joint")
+    (context,) = contexts_of(pipe, settings, args.work / f"skip-{args.size}-cost", 1)
+    spec, measure = settings.spec(), error.Spectral()
+    layers, heads = _size(pipe)
+    at = settings.taus.index(0.9)
+    worker, seen = Worker(pipe, settings.job()), {"dense": [], "isolated": [], "joint": [], "verify": []}
+    try:
+        replay = worker.replay
+        for _ in range(args.repeats):
+            shared = [[at] * heads] * layers
+            dense = [[DENSE] * heads] * layers
+            seen["dense"].append(_cpu(lambda: probes.full_forward(replay, context, spec, {}))[0])
+            for name, choice in (("isolated", dense), ("joint", shared)):
+                run_it = lambda c=choice: gradient.differentiate(replay, context, spec, c, measure, 0)  # noqa: E731
+                seen[name].append(_cpu(run_it)[0])
+            seen["verify"].append(_cpu(lambda c=shared: gradient.verify(replay, context, spec, c, measure))[0])
+    finally:
+        worker.close()
+    unit = min(seen["dense"])
+    passes = {name: min(values) / unit for name, values in seen.items()}
+    total = args.contexts * (passes["isolated"] + settings.rounds * passes["joint"] + 6 * passes["verify"])
+    paper = {name: 12 * la * h for name, (la, h) in LARGE.items()}
+    return {
+        "seconds_of_a_forward": unit, "forward_equivalents": passes, "joint_total": total,
+        "paper_here": 12 * layers * heads, "share_here": total / (12 * layers * heads),
+        "formula": "contexts · (isolated pass + rounds · joint pass + 6 verifications)",
+        "large": {n: {"paper": p, "joint": total, "share": total / p} for n, p in paper.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure what is asked for; print a JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("quick", "native"), default="quick")
+    parser.add_argument("--backbone", default="xattention")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--work", type=Path, default=Path("calibrate-bench.work"))
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--held-out", type=int, default=8)
+    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--same", type=int, default=4, help="contexts on which the estimate meets exact probes")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--control", action="store_true", help="the random-weight model too, where that is meaningful")
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    found: dict[str, Any] = {"size": args.size, "backbone": args.backbone, "threads": torch.get_num_threads()}
+    models = ["tiny", "tiny-random"] if args.control else ["tiny"]
+    for model in models:
+        pipe, mine = pipelines.load(model), {}
+        parts = (
+            args.parts.split(",")
+            if model == "tiny"
+            else [p for p in args.parts.split(",") if p in ("gradient", "compare")]
+        )
+        for part in parts:
+            if part == "skip":
+                mine[part] = skip(pipe, args)
+            elif part == "gradient":
+                mine[part] = gradient_against_probes(pipe, args)
+            elif part == "compare":
+                mine[part] = compared(pipe, args, model)
+            elif part == "video":
+                mine[part] = videos(pipe, args, mine.get("compare") or compared(pipe, args, model))
+            elif part == "cost":
+                mine[part] = cost(pipe, args)
+            print(json.dumps({model: {part: mine[part]}}), flush=True)
+        found[model] = mine
+    args.work.mkdir(parents=True, exist_ok=True)
+    (args.work / "figures.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
