@@ -1,0 +1,389 @@
+"""Calibration files: what goes in comes out, byte for byte; anything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from heart_attention import SVG2, XAttention
+from heart_attention.calibration import file, solver
+from heart_attention.calibration.file import Calibration
+from heart_attention.errors import HeartError
+
+CANDIDATES = (0.85, 0.9, 0.95)
+WAN = {
+    "num_layers": 3,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 8,
+    "ffn_dim": 16,
+    "freq_dim": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def wan():
+    torch.manual_seed(0)
+    return WanTransformer3DModel(**WAN)
+
+
+def made(model=None, **changes) -> Calibration:
+    rng = np.random.default_rng(0)
+    bands = rng.random((3, 2, 3, 4)) * 1e-6
+    S = np.sort(rng.random((3, 2, 3)))[..., ::-1]
+    E = bands @ np.array((1, 0.5, 0.01, 0.01))
+    found = solver.solve(E, S, thresholds=CANDIDATES)
+    values = {
+        "thresholds": found.thresholds,
+        "backbone": XAttention().to_dict(),
+        "method": "probes",
+        "model": None if model is None else file.fingerprint(model),
+        "candidates": CANDIDATES,
+        "E": E,
+        "S": S,
+        "bands": bands,
+        "error": {"name": "spectral", "weights": [1, 0.5, 0.01, 0.01]},
+        "solver": found.to_dict(),
+        "verification": {"held_out": {"shared": {"error": 2e-3}, "chosen": {"error": 1e-3}}},
+        "height": 480,
+        "width": 832,
+        "frames": 81,
+        "steps": 50,
+        "scheduler": "UniPCMultistepScheduler",
+        "prompts": {"count": 2, "hash": file.prompts_hash(["a", "b"])},
+        "seed": 7,
+        "versions": file.versions(),
+        "settings": {"strata": "paper", "guidance_scale": 5.0},
+    }
+    return Calibration(**{**values, **changes})
+
+
+# ---------------------------------------- round trips
+
+
+def test_save_and_load_give_the_same(tmp_path, wan):
+    one = made(wan)
+    path = one.save(tmp_path / "a.heart.json")
+    two = Calibration.load(path, wan)
+    assert two == one and hash(two) == hash(one)
+    for name in ("thresholds", "candidates", "E", "S", "bands"):
+        assert np.array_equal(getattr(one, name), getattr(two, name))
+    assert two.save(tmp_path / "b.heart.json").read_bytes() == path.read_bytes()
+    assert json.loads(path.read_text())["schema"] == "heart-calibration/1"
+
+
+def test_bytes_depend_on_the_content_alone(tmp_path):
+    assert made().to_bytes() == made().to_bytes()
+    assert made().to_bytes() != made(seed=8).to_bytes()
+    assert not list(tmp_path.iterdir())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(0, 10**6), st.booleans())
+def test_any_tables_survive(layers, heads, count, seed, with_bands):
+    rng = np.random.default_rng(seed)
+    candidates = np.sort(rng.choice(np.arange(1, 1001), count, replace=False)) / 1000
+    shape = (layers, heads, count)
+    one = Calibration(
+        thresholds=candidates[rng.integers(0, count, shape[:2])],
+        backbone=SVG2().to_dict(),
+        candidates=candidates,
+        E=rng.lognormal(-15, 5, shape),
+        S=rng.random(shape),
+        bands=rng.random((*shape, 4)) if with_bands else None,
+    )
+    assert Calibration.from_dict(json.loads(one.to_bytes())) == one
+
+
+def test_a_table_without_measurements(tmp_path):
+    bare = Calibration([[0.9, 1.0]], {"name": "svg2"})
+    assert Calibration.load(bare.save(tmp_path / "x.heart.json")) == bare
+    assert bare.sparsity is None and bare.choice is None
+    with pytest.raises(HeartError, match="nothing to solve"):
+        bare.resolve(0.5)
+
+
+def test_arrays_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        made().thresholds[0, 0] = 0.5
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = made().save(tmp_path / "a.heart.json")
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        made(seed=9).save(path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.heart.json"]
+
+
+# ---------------------------------------- refusals
+
+
+def edited(change) -> dict:
+    data = json.loads(made().to_bytes())
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(schema="heart-calibration/2"), "schema"),
+        (lambda d: d.pop("schema"), "no calibration"),
+        (lambda d: d.update(colour="red"), "unknown fields"),
+        (lambda d: d.pop("thresholds"), "lacks thresholds"),
+        (lambda d: d.update(method="magic"), "must be one of joint"),
+        (lambda d: d["thresholds"][0].pop(), "rectangular"),
+        (lambda d: d["thresholds"].pop(), "has shape"),
+        (lambda d: d.update(thresholds=[[]]), "has shape"),
+        (lambda d: d["thresholds"][0].__setitem__(0, 1.5), "runs from"),
+        (lambda d: d["thresholds"][0].__setitem__(0, 0), "must lie above 0"),
+        (lambda d: d["thresholds"][0].__setitem__(0, 0.87), "among its candidates"),
+        (lambda d: d["thresholds"][0].__setitem__(0, "0.9"), "rectangular table of numbers"),
+        (lambda d: d["thresholds"][0].__setitem__(0, None), "rectangular table of numbers"),
+        (lambda d: d.update(thresholds=[[True, True], [True, True], [True, True]]), "table of numbers"),
+        (lambda d: d["E"][0][0].__setitem__(0, -1e-9), "runs from"),
+        (lambda d: d["E"][0][0].__setitem__(0, 1e999), "not finite"),
+        (lambda d: d["S"][0][0].__setitem__(0, 1.0001), "runs from"),
+        (lambda d: d["S"][0].pop(), "rectangular"),
+        (lambda d: d.pop("S"), "all of them or none"),
+        (lambda d: d["bands"][0][0][0].pop(), "rectangular"),
+        (lambda d: d.update(candidates=[0.9, 0.85, 0.95]), "must ascend"),
+        (lambda d: d.update(candidates=[0.9, 0.9, 0.95]), "must ascend"),
+        (lambda d: d.update(backbone="xattention"), "backbone is str"),
+        (lambda d: d.update(backbone={"stride": 16}), "no name"),
+        (lambda d: d.update(steps=0), "steps is 0"),
+        (lambda d: d.update(steps=2.5), "steps is 2.5"),
+        (lambda d: d.update(frames=True), "frames is True"),
+        (lambda d: d.update(seed=-1), "seed is -1"),
+        (lambda d: d.update(scheduler=3), "scheduler is 3"),
+        (lambda d: d.update(model={"class": "Wan"}), "not a fingerprint"),
+        (lambda d: d["solver"].update(objective=float("1e999")), "no finite number"),
+        (lambda d: d["extra"].update(x=10**30), "no finite number"),
+    ],
+)
+def test_damaged_contents_are_refused(change, words):
+    with pytest.raises(HeartError, match=words) as caught:
+        Calibration.from_dict(edited(change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "NaN", '{"schema": NaN}', "\x00", "[" * 100_000])
+def test_files_of_another_kind_are_refused(tmp_path, text):
+    path = tmp_path / "bad.heart.json"
+    path.write_text(text)
+    with pytest.raises(HeartError, match=r"bad\.heart\.json"):
+        Calibration.load(path)
+
+
+def test_nan_inside_a_file_names_the_file(tmp_path):
+    path = tmp_path / "bad.heart.json"
+    path.write_bytes(made().to_bytes().replace(b'"seed": 7', b'"seed": NaN'))
+    with pytest.raises(HeartError, match=r"bad\.heart\.json.*NaN"):
+        Calibration.load(path)
+
+
+def test_missing_and_oversized_files(tmp_path, monkeypatch):
+    with pytest.raises(HeartError, match="there is no file"):
+        Calibration.load(tmp_path / "none.heart.json")
+    path = made().save(tmp_path / "a.heart.json")
+    monkeypatch.setattr(file, "LIMIT", 100)
+    with pytest.raises(HeartError, match="more than the 100 allowed"):
+        Calibration.load(path)
+
+
+def test_pickle_is_never_read(tmp_path):
+    import pickle
+
+    path = tmp_path / "a.heart.json"
+    path.write_bytes(pickle.dumps({"schema": "heart-calibration/1"}))
+    with pytest.raises(HeartError, match="not valid JSON"):
+        Calibration.load(path)
+
+
+GOOD = made().to_bytes()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_random_corruption_is_refused_or_harmless(tmp_path, seed, blows):
+    """Flip, cut, double or overwrite bytes: a HeartError, or a calibration that keeps every rule."""
+    rng = random.Random(seed)
+    data = bytearray(GOOD)
+    for _ in range(blows):
+        at, kind = rng.randrange(len(data)), rng.randrange(5)
+        if kind == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del data[at : at + rng.randrange(1, 50)]
+        elif kind == 2:
+            data[at:at] = data[at : at + rng.randrange(1, 50)]
+        elif kind == 3:
+            data[at : at + 1] = rng.choice([b"1e999", b"-", b"NaN", b"null", b'"', b"[", b"}", b"9" * 400, b"\xff"])
+        else:
+            data = data[: max(1, at)]
+    path = tmp_path / "c.heart.json"
+    path.write_bytes(bytes(data))
+    try:
+        loaded = Calibration.load(path)
+    except HeartError as error:
+        assert "\n" not in str(error)
+        return
+    assert np.isfinite(loaded.thresholds).all() and (loaded.thresholds > 0).all() and (loaded.thresholds <= 1).all()
+    assert Calibration.from_dict(json.loads(loaded.to_bytes())) == loaded
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(json.loads(GOOD))), json_values)
+def test_any_value_in_any_field_is_refused_or_valid(name, value):
+    data = copy.deepcopy(json.loads(GOOD))
+    data[name] = value
+    try:
+        loaded = Calibration.from_dict(data)
+    except HeartError:
+        return
+    assert Calibration.from_dict(json.loads(loaded.to_bytes())) == loaded
+
+
+# ---------------------------------------- the model
+
+
+def test_fingerprint_knows_the_model(wan):
+    print_ = file.fingerprint(wan)
+    assert (print_["layers"], print_["heads"], print_["head_dim"]) == (3, 2, 12)
+    assert print_["class"] == "WanTransformer3DModel"
+    torch.manual_seed(1)
+    assert file.fingerprint(WanTransformer3DModel(**WAN)) == print_  # values of weights do not count
+    assert file.fingerprint(WanTransformer3DModel(**{**WAN, "ffn_dim": 24})) != print_
+
+
+def test_fingerprint_stays_through_what_users_do():
+    model = WanTransformer3DModel(**WAN)
+    before = file.fingerprint(model)
+    model.fuse_qkv_projections()
+    assert file.fingerprint(model) == before
+    model.unfuse_qkv_projections()
+    assert file.fingerprint(SimpleNamespace(_orig_mod=model)) == before  # as torch.compile wraps it
+    model.to(torch.bfloat16)
+    assert file.fingerprint(model) == before
+    model.register_to_config(sparse_attention_config={"config_groups": {}})
+    assert file.fingerprint(model) == before
+
+
+def test_fingerprint_stays_with_lora():
+    peft = pytest.importorskip("peft")
+    model = WanTransformer3DModel(**WAN)
+    before = file.fingerprint(model)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    assert file.fingerprint(model) == before
+
+
+def test_check_refuses_another_model_and_force_overrides(tmp_path, wan):
+    other = WanTransformer3DModel(**{**WAN, "ffn_dim": 24})
+    path = made(wan).save(tmp_path / "a.heart.json")
+    with pytest.raises(HeartError, match="another model.*config hash.*force=True"):
+        Calibration.load(path, other)
+    Calibration.load(path, other, force=True)
+    forced = Calibration.load(path, force=True)
+    forced.check(other)  # remembered, so that enabling with it works
+    made(wan).check(wan)
+    made(None).check(other)  # nothing is known of its model: only the shape must fit
+
+
+def test_force_does_not_override_the_number_of_heads(wan):
+    other = WanTransformer3DModel(**{**WAN, "num_layers": 2})
+    with pytest.raises(HeartError, match="3 layers of 2 heads.*2 of 2"):
+        made(wan).check(other, force=True)
+
+
+def test_thresholds_and_fingerprint_must_fit(wan):
+    data = json.loads(made(wan).to_bytes())
+    data["model"]["layers"] = 4
+    with pytest.raises(HeartError, match="3×2 but its model has 4×2"):
+        Calibration.from_dict(data)
+
+
+def test_warnings_say_what_changed():
+    c = made()
+    assert c.warnings_for(steps=50, height=480, width=832, frames=81) == [] == c.warnings_for()
+    (size,) = c.warnings_for(height=720, width=1280)
+    assert "832×480, 81 frames" in size and "1280×720, 81 frames" in size
+    (steps,) = c.warnings_for(steps=30)
+    assert "50 steps" in steps and "with 30" in steps
+    assert len(c.warnings_for(steps=30, frames=41)) == 2
+
+
+# ---------------------------------------- other thresholds
+
+
+def test_resolve_another_budget():
+    c = made()
+    low, high = solver.reachable(c.S)
+    target = (low + 2 * high) / 3
+    new = c.resolve(solver.Budget("sparsity", target))
+    assert new.sparsity >= target - 1e-9 and new.solver["proven"]
+    assert new.solver["budget"] == {"min_sparsity": target}
+    assert new.verification == {}  # those figures belonged to the old thresholds
+    assert np.array_equal(new.E, c.E) and new.seed == c.seed
+    assert np.array_equal(c.resolve("shared=0.9").thresholds, c.thresholds)
+    with pytest.raises(HeartError, match="greatest reachable"):
+        c.resolve(0.9999)
+
+
+def test_resolve_by_cbc_and_by_mean_threshold():
+    c = made()
+    assert np.array_equal(c.resolve("shared=0.9", "cbc").thresholds, c.thresholds)
+    assert c.resolve("threshold=0.88").thresholds.mean() <= 0.88 + 1e-9
+
+
+def test_other_band_weights_need_no_new_probe():
+    c = made()
+    same = c.reweighted((1, 0.5, 0.01, 0.01)).resolve("shared=0.9")
+    assert np.allclose(same.E, c.E, rtol=1e-12) and np.array_equal(same.thresholds, c.thresholds)
+    assert np.allclose(c.reweighted((1, 1, 1, 1)).E, c.bands.sum(-1))
+    with pytest.raises(HeartError, match="no band energies"):
+        made(bands=None).reweighted((1, 1, 1, 1))
+
+
+def test_sparsity_of_another_size():
+    c = made()
+    new = c.with_sparsity(c.S * 0.5, height=720, width=1280).resolve("shared=0.9")
+    assert new.height == 720 and new.sparsity == pytest.approx(c.sparsity / 2, abs=0.05)
+
+
+def test_it_serves_as_the_thresholds_of_a_config(wan):
+    from heart_attention.config import HeartConfig, threshold_table
+
+    config = HeartConfig("xattention", thresholds=made(wan))
+    assert hash(config) == hash(HeartConfig("xattention", thresholds=made(wan)))
+    table = threshold_table(config.thresholds, 1, 3, 2)
+    assert np.array_equal(np.array(table[0]), made().thresholds)
+
+
+def test_non_finite_python_values_are_refused_too():
+    with pytest.raises(HeartError, match="not finite"):
+        made(E=np.full((3, 2, 3), math.nan))
+    with pytest.raises(HeartError, match="no finite number"):
+        made(settings={"x": math.inf})
+    with pytest.raises(HeartError, match="key that is not text"):
+        made(settings={1: 2})
