@@ -4,6 +4,10 @@ A clip is one coloured shape moving at constant speed over a background of one c
 are drawn anew for every clip and stand still. The speckles cannot be known from the caption, only from the same
 place in other frames: they make looking along time worth learning. Sizes and speeds are in pixels, the same on
 every canvas, so that what is learned on small canvases holds on large ones.
+
+Rotary positions are relative: a token does not know where in the clip it is, so "moves left" can only be learned
+as a relation between what is seen in neighbouring frames. `FAST` makes that relation easy: one token a frame, and
+an afterglow that shows in every single frame where the shape came from.
 """
 
 from dataclasses import dataclass
@@ -13,8 +17,19 @@ import torch
 from heart_attention.tiny import scene
 
 CELL = 4  # speckle size in pixels
-RADIUS = (13.0, 18.0)
-SPEED = (3.6, 4.8)  # pixels a frame
+
+
+@dataclass(frozen=True)
+class World:
+    """What may vary between clips: radius in pixels, speed in pixels a frame, strength of the afterglows."""
+
+    radius: tuple[float, float]
+    speed: tuple[float, float]
+    glow: tuple[float, ...] = ()  # opacity of the shape as it was one, two, ... frames ago
+
+
+SLOW = World(radius=(13.0, 18.0), speed=(3.6, 4.8))
+FAST = World(radius=(15.0, 20.0), speed=(8.0, 8.0), glow=(0.45, 0.2))
 
 
 @dataclass
@@ -58,25 +73,35 @@ def _speckles(b: int, height: int, width: int, rng: torch.Generator) -> torch.Te
     return scene.SPECKLE * cells[..., :height, :width]
 
 
-def render(combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator) -> torch.Tensor:
-    """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
-    b, (height, width) = len(combos), size
-    radius = _uniform(b, *RADIUS, rng)
-    direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
-    step = direction * _uniform(b, *SPEED, rng)[:, None]
-    centre = _centres(b, frames, size, step, radius, rng)  # [B, T, 2]
-    y = torch.arange(height)[:, None] + 0.5
-    x = torch.arange(width)[None, :] + 0.5
-    ground = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
-    ground = (ground[:, :, None, None, None] + _speckles(b, height, width, rng)).clamp(0, 255)
-    paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
-    cover = torch.stack(
+def _cover(combos, centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """How much of each pixel the shape covers [B, 1, T, H, W], with one pixel of antialiasing."""
+    y = torch.arange(size[0])[:, None] + 0.5
+    x = torch.arange(size[1])[None, :] + 0.5
+    distance = torch.stack(
         [
             _distance(c[1], x - centre[i, :, 0, None, None], y - centre[i, :, 1, None, None], radius[i])
             for i, c in enumerate(combos)
         ]
     )
-    cover = (0.5 - cover).clamp(0, 1)[:, None]  # [B, 1, T, H, W], one pixel of antialiasing
+    return (0.5 - distance).clamp(0, 1)[:, None]
+
+
+def render(
+    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = FAST
+) -> torch.Tensor:
+    """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
+    b, (height, width) = len(combos), size
+    radius = _uniform(b, *world.radius, rng)
+    direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
+    step = direction * _uniform(b, *world.speed, rng)[:, None]
+    centre = _centres(b, frames, size, step, radius, rng)  # [B, T, 2]
+    ground = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
+    ground = (ground[:, :, None, None, None] + _speckles(b, height, width, rng)).clamp(0, 255)
+    paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
+    cover = _cover(combos, centre, radius, size)
+    for age, opacity in enumerate(world.glow, start=1):
+        before = _cover(combos, centre - age * step[:, None], radius, size)
+        cover = torch.maximum(cover, opacity * before)
     video = ground + cover * (paint[:, :, None, None, None] - ground)
     return video / 127.5 - 1
 
@@ -85,13 +110,12 @@ def _pick(rng: torch.Generator, n: int) -> int:
     return int(torch.randint(n, (1,), generator=rng))
 
 
-def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], pool=None) -> Batch:
+def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = FAST) -> Batch:
     """The training batch of a step: the same (seed, step) always gives the same clips and captions."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    pool = pool or TRAIN
-    chosen = [pool[_pick(rng, len(pool))] for _ in range(size)]
+    chosen = [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]
     captions = [scene.caption(c, _pick(rng, len(scene.TEMPLATES)), _pick(rng, len(scene.VERBS))) for c in chosen]
-    return Batch(render(chosen, frames, pixels, rng), captions, chosen)
+    return Batch(render(chosen, frames, pixels, rng, world), captions, chosen)
 
 
 TRAIN = scene.splits()["train"]

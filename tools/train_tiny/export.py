@@ -1,6 +1,7 @@
 """Turn a checkpoint into the pipeline folder that the package carries."""
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -23,10 +24,22 @@ def pipeline_from(state: dict, averaged: bool = True):
     return model.build_pipeline(transformer, text_encoder, tokenizer, model.fit_codec(state["seed"]))
 
 
+def _name_tokenizer(out: Path) -> None:
+    """Name the tokenizer's class as both transformers 4 and 5 know it; 5 would write a name that 4 lacks."""
+    index, config = out / "model_index.json", out / "tokenizer" / "tokenizer_config.json"
+    parts, settings = json.loads(index.read_text()), json.loads(config.read_text())
+    parts["tokenizer"] = ["transformers", "PreTrainedTokenizerFast"]
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings.pop("extra_special_tokens", None)  # an empty list, where 4 wants a dict
+    index.write_text(json.dumps(parts, indent=2) + "\n")
+    config.write_text(json.dumps(settings, indent=2) + "\n")
+
+
 def export(run: Path, out: Path) -> Path:
     """Write ``out`` (a diffusers folder, safetensors) from ``run/checkpoint.pt``."""
     state = torch.load(run / "checkpoint.pt", weights_only=True)
     pipeline_from(state).save_pretrained(out)
+    _name_tokenizer(out)
     return out
 
 

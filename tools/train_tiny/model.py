@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from heart_attention.tiny import scene
 
@@ -27,7 +27,7 @@ def words() -> list[str]:
     return sorted(set(re.findall(r"[a-z]+|,", text)))
 
 
-def build_tokenizer() -> T5TokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """A Unigram tokenizer of whole words, with single letters so that any other word still has a spelling."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0)]
     pieces = [("▁" + w, -1.0) for w in words()] + [(",", -1.0), ("▁", -5.0)]
@@ -37,8 +37,8 @@ def build_tokenizer() -> T5TokenizerFast:
     tok.pre_tokenizer = pre_tokenizers.Metaspace()
     tok.decoder = decoders.Metaspace()
     tok.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
-    return T5TokenizerFast(
-        tokenizer_object=tok, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", extra_ids=0, model_max_length=512
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tok, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
     )
 
 
@@ -60,7 +60,7 @@ def build_transformer() -> WanTransformer3DModel:
     )  # fmt: skip
 
 
-def initialise(seed: int = 0) -> tuple[WanTransformer3DModel, UMT5EncoderModel, T5TokenizerFast]:
+def initialise(seed: int = 0) -> tuple[WanTransformer3DModel, UMT5EncoderModel, PreTrainedTokenizerFast]:
     """Transformer, text encoder and tokenizer as they are at step 0 of training: a pure function of the seed."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
@@ -74,7 +74,7 @@ def fit_codec(seed: int = 0, clips: int = 256) -> dict[str, torch.Tensor]:
     Latents are scaled to std (s_i / s_0)^1/2, half way between whitened and not: full whitening would make the
     rare edge components as loud as colour, none would drown them in noise.
     """
-    video = data.batch(seed + 77, 0, clips, 8, (64, 64)).video
+    video = data.batch(seed + 77, 0, clips, 8, (64, 64), data.SLOW).video
     patches = patchify(video, PATCH).movedim(1, -1).reshape(-1, 3 * PATCH * PATCH)
     mean = patches.mean(0)
     variance, basis = torch.linalg.eigh(torch.cov(patches.double().T))
