@@ -82,7 +82,7 @@ def locked(path: str | os.PathLike) -> Iterator[None]:
         if os.name == "nt":
             import msvcrt
 
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined]
         else:
             import fcntl
 

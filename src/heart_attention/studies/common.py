@@ -59,7 +59,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float:
     return float(stats.spearmanr(x, y).statistic)
 
 
-def save(out: str | Path, name: str, numbers: dict, paragraph: str, draw: Callable[[Any], None] | None = None) -> dict:
+def save(out: str | Path, name: str, numbers: dict, paragraph: str, draw: Callable[[Any], Any] | None = None) -> dict:
     """Write `<name>.json`, `<name>.md` and, if matplotlib is there, `<name>.svg` and `.png`; returns the finding."""
     out = Path(out)
     finding = {"study": name, "finding": paragraph, **numbers}
@@ -70,7 +70,7 @@ def save(out: str | Path, name: str, numbers: dict, paragraph: str, draw: Callab
     return finding
 
 
-def _figure(out: Path, name: str, draw: Callable[[Any], None]) -> None:
+def _figure(out: Path, name: str, draw: Callable[[Any], Any]) -> None:
     import io
     import logging
 
