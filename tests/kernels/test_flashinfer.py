@@ -177,3 +177,12 @@ def test_says_why_it_cannot_serve_here(gen, monkeypatch):
     assert any("on cpu" in r for r in reasons) or q.is_cuda
     monkeypatch.setattr(flashinfer, "PLAN_LIMIT", 100)
     assert any("plan of this mask" in r for r in flashinfer.KERNEL.reasons_not(random_blocks(gen, 75, 16)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not flashinfer.installed(), reason="needs a GPU and flashinfer")
+def test_the_real_package(gen, monkeypatch):
+    monkeypatch.undo()
+    flashinfer._workspace.cache_clear()
+    for mask in (random_blocks(gen, 700, 128), random_blocks(gen, 640, 128, order=torch.randperm(640, generator=gen))):
+        q, k, v = (x.cuda() for x in qkv(gen, mask.n_q, d=128))
+        compare(mask.to("cuda"), q, k, v)

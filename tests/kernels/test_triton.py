@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def evidence():
 @needs_triton
 def test_interpreter_agrees_with_the_definitions():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-o", "addopts=", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, str(HERE / "triton_interpreted.py")], env=environment, capture_output=True, text=True, timeout=500
     )
@@ -57,6 +58,23 @@ def test_attention_compiles_within_limits():
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"])
 def test_every_kernel_compiles_within_limits(target):
     compile_within_limits(target, lambda case: True)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_arguments_that_happen_to_be_one_compile():
+    """Triton makes integers equal to 1 constants, and other types follow; also fp16, a padded head and an order."""
+    from heart_attention.kernels import triton_code
+
+    module = evidence()
+    ones = "heads n_q n_k n clusters splits span k_tiles k_blocks q_groups k_groups q_blocks valid_q_groups".split()
+    for case in module.cases((128,)):
+        if case.dtype == "bf16":
+            names = getattr(triton_code, case.function).arg_names
+            odd = {"D": 20, "D_PAD": 32, "PERM": True, **dict.fromkeys(ones, 1)}
+            constants = {**case.constants, **{key: value for key, value in odd.items() if key in names}}
+            types = {key: value.replace("bf16", "fp16") for key, value in case.types.items()}
+            assert module.compile_case(replace(case, constants=constants, types=types), "sm_80").passes
 
 
 @needs_triton
@@ -108,3 +126,19 @@ def test_on_the_gpu(dtype):
         want = eager.KERNEL.run(eager.KERNEL.plan(mask), q, k, v)
         limit = 2e-6 if dtype == torch.float32 else 2e-2
         assert (got.float() - want.float()).abs().max() <= limit
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_prediction_on_the_gpu(dtype):
+    from heart_attention.backbones import XAttention, kmeans
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 1000, 4, 128).to(dtype).transpose(1, 2) for _ in range(2))
+    got = triton_predict.xattention_scores(q.cuda(), k.cuda(), 16, 128).cpu()
+    assert (got - XAttention().scores(q.float(), k.float())).abs().max() <= 1e-5
+    assert (triton_predict.pooled_means(q.cuda()).cpu() - q.float().mean(2)).abs().max() <= 1e-5
+    found = triton_predict.kmeans(q.cuda(), q[:, :, :30].cuda(), 1)
+    for h in range(4):
+        want = kmeans.lloyd(q[0, h].float(), q[0, h, :30].float(), 1)
+        assert (found.labels[0, h].cpu() != want.labels).float().mean() <= 0.002  # ties beyond the bits kept

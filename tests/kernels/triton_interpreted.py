@@ -147,7 +147,7 @@ def test_longest_work_comes_first():
 
 @few
 @given(
-    n=st.integers(1, 160), d=st.sampled_from([8, 20, 40]), sizes=st.sampled_from([(16, 128), (16, 64), (8, 8), (4, 16)]),
+    n=st.integers(1, 120), d=st.sampled_from([8, 20]), sizes=st.sampled_from([(16, 128), (16, 64), (8, 8), (4, 16)]),
     pad=st.sampled_from(["block", 1]), ordered=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_scores(n, d, sizes, pad, ordered, seed):
@@ -161,7 +161,7 @@ def test_scores(n, d, sizes, pad, ordered, seed):
 
 
 def test_scores_take_heads_in_turn(monkeypatch):
-    q, k, _ = qkv(generator(6), 100, 16, heads=3)
+    q, k, _ = qkv(generator(6), 50, 16, heads=3)
     whole = triton_predict.xattention_scores(q, k, 16, 32)
     monkeypatch.setattr(triton_predict, "SCORE_BYTES", 1)
     assert torch.equal(triton_predict.xattention_scores(q, k, 16, 32), whole)
@@ -199,9 +199,9 @@ def test_ties_go_to_the_lowest_index():
 @pytest.mark.parametrize("iters", [1, 6])
 def test_kmeans(iters):
     g = generator(7)
-    x = qkv(g, 90, 16)[0]
+    x = qkv(g, 50, 16)[0]
     x[0, 1] = x[0, 1].round()  # repeated values let this head stop early
-    init = x[:, :, :10].clone()
+    init = x[:, :, :6].clone()
     init[:, :, 4] = 100.0  # stays empty
     found = triton_predict.kmeans(x, init, iters)
     for h in range(2):
@@ -213,12 +213,13 @@ def test_kmeans(iters):
 
 def test_whole_prediction_to_output():
     """What a GPU would do for a layer: cluster and map, then attention over the clusters."""
-    q, k, v = qkv(generator(8), 100, 16)
-    check(SVG2(5, 9, init_iters=2).predict(q, k, 0.6), q, k, v)
+    q, k, v = qkv(generator(8), 50, 16)
+    check(SVG2(3, 6, init_iters=2).predict(q, k, 0.6), q, k, v)
 
 
-@pytest.mark.parametrize("n", [1, 31, 2100])
-def test_pooled_means_and_drift(n):
+@pytest.mark.parametrize("n", [1, 40, 100])
+def test_pooled_means_and_drift(n, monkeypatch):
+    monkeypatch.setattr(triton_predict, "POOL_SPAN", 40)  # several programs a head
     q, k, _ = qkv(generator(9), n, 20)
     assert (triton_predict.pooled_means(q) - q.mean(2)).abs().max() <= 1e-6
     want = (q.mean(2) - k.mean(2)).abs().sum(-1) * 2
