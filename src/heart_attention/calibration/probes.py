@@ -149,9 +149,24 @@ def _null(
     return {"layer": layer, "error": value, "bands": errors.bands(velocity, reference).tolist()}
 
 
-def full_forward(
-    replay: Replay, context: Context, spec: Spec, choice: Mapping[int, Sequence[int]], velocity_only: bool = True
-) -> Tensor:
+def velocities(
+    replay: Replay, context: Context, wanted: Mapping[int, Sequence[int]], spec: Spec, candidate: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """(layer, head, velocity) with only that head sparse, for studies that want more than its error."""
+    with torch.no_grad():
+        sites = [_Site(b.inputs, b.name) for b in context.branches]
+        for layer in sorted(wanted):
+            for site in sites:
+                _reach(replay, site, layer, spec)
+            for head in wanted[layer]:
+                outputs = [
+                    [_with_head(dense, head, call.run([head], candidate)) for call, dense in site.calls or []]
+                    for site in sites
+                ]
+                yield layer, head, _velocity(replay, context, sites, layer, outputs)
+
+
+def full_forward(replay: Replay, context: Context, spec: Spec, choice: Mapping[int, Sequence[int]]) -> Tensor:
     """The velocity of whole forwards with the heads of some layers at their candidates (others dense).
 
     `choice[layer]` gives a candidate's index, or DENSE, for each head. The plain way of doing what `probe` does.
