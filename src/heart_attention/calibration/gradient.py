@@ -266,7 +266,7 @@ def _backward(replay: Replay, spec: Spec, choice: Choice, branch: _Branch, cotan
 def _block_backward(
     replay: Replay, spec: Spec, choice: Choice, branch: _Branch, block: int, flowing: list[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    leaves = tuple(s.detach().requires_grad_() for s in branch.streams[block])
+    leaves = tuple(s.detach().to(branch.output.device).requires_grad_() for s in branch.streams[block])
     cuts: list[tuple[Call, Tensor, Tensor]] = []  # calls in order, with the plain output and the leaf in its place
 
     def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:

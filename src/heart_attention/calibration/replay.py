@@ -187,7 +187,9 @@ class Replay:
             named = [*enumerate(args), *kwargs.items()]
             self._probing.append([at for at, x in named if torch.is_tensor(x) and x.requires_grad])
             return analysis.shapes[n].stand_in(requires_grad=True)
-        if run.record or n == run.last + 1:
+        if run.record:  # streams of all blocks wait in host memory, not on the device
+            run.streams[n] = tuple(x.cpu() for x in _pick(args, kwargs, analysis.positions[n]))
+        elif n == run.last + 1:
             run.streams[n] = _pick(args, kwargs, analysis.positions[n])
         if n < run.first or n > run.last:
             return analysis.shapes[n].stand_in()
@@ -254,7 +256,7 @@ class Replay:
         return self._call(inputs)
 
     def forward_recorded(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Stream]]:
-        """The whole forward and every block's stream (block 0's is empty: it is fed by the embeddings)."""
+        """The whole forward and every block's stream, in host memory (block 0's is empty: embeddings feed it)."""
         run = _Run(record=True)
         out = self._with(inputs, run)
         return out, [run.streams.get(n, ()) for n in range(len(run.streams))]
