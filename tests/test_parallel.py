@@ -1,0 +1,179 @@
+"""Ulysses context parallelism with two processes: equal to one process; ring refused; heads dealt by cost."""
+
+import tempfile
+
+import pytest
+import tiny_models as tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heart_attention import HeartError
+from heart_attention.models.intercept import attach
+from heart_attention.models.parallel import deal_by_cost, deal_heads, imbalance, split_heads
+
+THRESHOLDS = [[0.5, 0.9, 1.0, 0.7], [0.8, 0.6, 0.95, 0.5]]  # [L, H]
+STEPS = 6
+
+
+def model():
+    return tiny.wan(num_attention_heads=4)
+
+
+def inputs(step):
+    still, moving = tiny.wan_inputs(900.0), tiny.wan_inputs(900.0, seed=1)["hidden_states"]
+    shift = [0, 0, 0.01, 0.3, 0.31, 0.9][step]  # some steps drift little, some much
+    return {**still, "timestep": torch.tensor([900.0 - step]), "hidden_states": still["hidden_states"] + shift * moving}
+
+
+def generate(transformer):
+    outputs = []
+    for step in range(STEPS):
+        with transformer.cache_context("cond", step_index=step):
+            outputs.append(tiny.run(transformer, inputs(step)))
+    transformer._reset_stateful_cache()
+    return torch.stack(outputs)
+
+
+def engine():
+    import heart_attention as heart
+    from heart_attention.engine import Engine
+
+    config = heart.HeartConfig(
+        backbone=heart.XAttention(stride=4, block=8),
+        thresholds=THRESHOLDS,
+        reuse=heart.TMR(delta=1.3, gate=(0.3, 0.6)),
+        dense_steps=1,
+        force_sparse=True,
+    )
+    return Engine(config, layers=2, heads=4)
+
+
+def parallel(transformer, **degrees):
+    """diffusers' own way in; it asks for an accelerator's index even on the CPU."""
+    from diffusers import ContextParallelConfig
+
+    torch.accelerator.device_count = lambda: 1
+    transformer.enable_parallelism(config=ContextParallelConfig(**degrees))
+    return transformer
+
+
+def decisions(handler):
+    """(layer, step, head) -> refreshed, of this rank's heads."""
+    found = {}
+    for row in handler.recorder.rows:
+        for i, head in enumerate(row.heads or range(4) if row.refreshed is not None else ()):
+            found[row.layer, row.step, head] = row.refreshed[i]
+    return found
+
+
+def work(rank, folder):
+    """What each of two processes does; results go to files, the parent compares."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    results = {}
+    results["plain"] = generate(parallel(model(), ulysses_degree=2))
+    attach(seen_model := parallel(model(), ulysses_degree=2), seen := tiny.Seen())
+    results["seen"] = generate(seen_model)
+    results["places"] = [(w.head_offset, w.heads_total, w.heads, shape) for w, shape in seen.calls[:1]]
+    results["passed"] = seen.passed
+    attach(one := model(), handler := engine())  # enabled first, made parallel afterwards
+    results["engine"] = generate(parallel(one, ulysses_degree=2))
+    results["decisions"] = decisions(handler)
+    dealt = parallel(model(), ulysses_degree=2)
+    attachment = attach(dealt, handler := engine())
+    results["deal"] = deal_by_cost(attachment, [[1, 1, 9, 9], [9, 1, 1, 9]], 2)
+    results["dealt"] = generate(dealt)
+    results["dealt decisions"] = decisions(handler)
+    attach(uneven := tiny.wan(num_attention_heads=3), tiny.Seen())
+    results["uneven"] = generate(parallel(uneven, ulysses_degree=2, ulysses_anything=True))
+    ring = parallel(model(), ring_degree=2)
+    try:
+        attach(ring, tiny.Seen())
+    except HeartError as error:
+        results["ring"] = str(error)
+    attach(late := model(), tiny.Seen())
+    try:
+        generate(parallel(late, ring_degree=2))
+    except HeartError as error:
+        results["late ring"] = str(error)
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (folder,), nprocs=2)
+        yield [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_two_ranks_equal_one_process(results):
+    expected = generate(model())
+    for found in results:
+        assert torch.equal(found["seen"], found["plain"])
+        assert torch.allclose(found["seen"], expected, atol=1e-6)
+        assert found["passed"] == []
+    n = tiny.VIDEO
+    assert [found["places"] for found in results] == [
+        [(0, 4, None, (1, 2, n, tiny.DIM))],
+        [(2, 4, None, (1, 2, n, tiny.DIM))],
+    ]
+
+
+@pytest.mark.parametrize(("what", "how"), [("engine", "decisions"), ("dealt", "dealt decisions")])
+def test_thresholds_and_gate_go_over_all_heads(results, what, how):
+    attach(transformer := model(), handler := engine())
+    expected = generate(transformer)
+    for found in results:
+        assert torch.allclose(found[what], expected, atol=1e-5)
+    together = {**results[0][how], **results[1][how]}
+    assert len(together) == len(results[0][how]) + len(results[1][how])  # no head on two ranks
+    assert together == decisions(handler)
+    at = {place: [together[(*place, head)] for head in range(4)] for place in ((0, 3), (1, 3), (1, 5))}
+    # one head of four drifts: below the gate over all ranks, though it is half of its own rank's heads
+    assert at == {(0, 3): [0, 0, 0, 0], (1, 3): [0, 0, 1, 1], (1, 5): [1, 1, 1, 1]}
+
+
+def test_heads_go_where_they_were_dealt(results):
+    assert results[0]["deal"] == results[1]["deal"] == [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+
+
+def test_uneven_heads(results):
+    expected = generate(tiny.wan(num_attention_heads=3))
+    for found in results:
+        assert torch.allclose(found["uneven"], expected, atol=1e-6)
+
+
+def test_ring_is_refused_with_what_to_use(results):
+    for found in results:
+        for key in ("ring", "late ring"):
+            assert "ring_degree=2" in found[key] and "ulysses_degree=2" in found[key]
+
+
+# -- dealing heads by cost -------------------------------------------------------------------------------
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=24), st.integers(2, 4))
+def test_a_deal_is_complete_even_in_number_and_no_worse_than_in_order(costs, ranks):
+    try:
+        in_order = split_heads(len(costs), ranks)
+    except HeartError:
+        return
+    deal = deal_heads(costs, ranks)
+    assert sorted(h for part in deal for h in part) == list(range(len(costs)))
+    assert sorted(map(len, deal)) == sorted(map(len, in_order))
+    assert imbalance(costs, deal) <= imbalance(costs, in_order) * (1 + 1e-9) or len(set(map(len, in_order))) > 1
+
+
+def test_a_deal_evens_out_what_order_does_not():
+    costs = [0.9] * 6 + [0.1] * 6
+    assert imbalance(costs, split_heads(12, 2)) == pytest.approx(1.8)
+    assert imbalance(costs, deal_heads(costs, 2)) == pytest.approx(1.0)
+
+
+def test_too_many_ranks_and_wrong_costs():
+    with pytest.raises(HeartError, match="2 attention heads cannot be shared by 3 ranks"):
+        split_heads(2, 3)
+    attachment = attach(model(), tiny.Seen())
+    with pytest.raises(HeartError, match=r"1 layers but the transformer has 2"):
+        deal_by_cost(attachment, [[1.0] * 4], 2)
