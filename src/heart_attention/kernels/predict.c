@@ -11,6 +11,7 @@
 #define ROWS 6
 #define COLS (2 * VL)
 #define DEPTH 256     /* terms of a dot product at a time: a panel slice of both operands stays in the first cache */
+#define WIDE 256      /* columns of scores at a time: a multiple of COLS */
 #define CHUNK_ROWS 96 /* rows of scores that exist at once, about */
 
 static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -115,27 +116,28 @@ static float *packing_space(int64_t width) {
 
 /* ---- XAttention ---------------------------------------------------------------------------------------- */
 
-/* logits [rows][ld] = queries · keys for whole panels. */
+/* logits [rows][ld] = queries · keys for whole panels, some columns at a time so that sums stay in the second cache. */
 static void all_logits(const float *queries, const float *keys, int64_t rows, int64_t cols, int64_t depth,
                        float *logits, int64_t ld) {
-    for (int64_t p = 0; p < depth; p += DEPTH) {
-        int64_t part = depth - p < DEPTH ? depth - p : DEPTH;
-        for (int64_t j = 0; j < cols; j += COLS)
-            for (int64_t i = 0; i < rows; i += ROWS) {
-                vec acc[ROWS][2];
-                multiply(queries + i * depth + p * ROWS, keys + j * depth + p * COLS, part, acc);
-                for (int r = 0; r < ROWS; r++)
-                    for (int c = 0; c < 2; c++) {
-                        float *to = logits + (i + r) * ld + j + c * VL;
-                        store(to, p ? load(to) + acc[r][c] : acc[r][c]);
-                    }
-            }
-    }
+    for (int64_t from = 0; from < cols; from += WIDE)
+        for (int64_t p = 0; p < depth; p += DEPTH) {
+            int64_t part = depth - p < DEPTH ? depth - p : DEPTH, to = from + WIDE < cols ? from + WIDE : cols;
+            for (int64_t j = from; j < to; j += COLS)
+                for (int64_t i = 0; i < rows; i += ROWS) {
+                    vec acc[ROWS][2];
+                    multiply(queries + i * depth + p * ROWS, keys + j * depth + p * COLS, part, acc);
+                    for (int r = 0; r < ROWS; r++)
+                        for (int c = 0; c < 2; c++) {
+                            float *sum = logits + (i + r) * ld + j + c * VL;
+                            store(sum, p ? load(sum) + acc[r][c] : acc[r][c]);
+                        }
+                }
+        }
 }
 
 /* What all heads of a call share: sizes, and one thread's space. */
 typedef struct {
-    int64_t s, per_block, blocks, visible, depth, cols, chunk;
+    int64_t s, per_block, blocks, visible, depth, cols, ld, chunk;
     float scale, *space, *sums, *queries, *logits;
 } scorer;
 
@@ -163,11 +165,11 @@ static void add_row(const scorer *at, float *x, float *out) {
 static void score_rows(const scorer *at, const tokens *x, const float *keys, int64_t start, int64_t rows, float *out) {
     for (int64_t i = 0; i < rows; i += ROWS)
         pack_groups(x, start + i, at->s, 0, at->queries + i * at->depth, ROWS, at->space);
-    all_logits(at->queries, keys, round_up(rows, ROWS), at->cols, at->depth, at->logits, at->cols);
+    all_logits(at->queries, keys, round_up(rows, ROWS), at->cols, at->depth, at->logits, at->ld);
     for (int64_t i = 0; i < rows; i++) {
         float *to = out + (start + i) / at->per_block * at->blocks;
         if (i % at->per_block == 0) memset(to, 0, (size_t)at->blocks * 4);
-        add_row(at, at->logits + i * at->cols, to);
+        add_row(at, at->logits + i * at->ld, to);
     }
 }
 
@@ -177,9 +179,11 @@ int heart_block_scores(int64_t heads, const void *const *q, const void *const *k
                        int64_t n_q, int64_t n_k, int64_t width, int64_t q_stride, int64_t k_stride,
                        const int64_t *order, int64_t s, int64_t per_block, int64_t blocks, int64_t visible,
                        int threads) {
-    scorer shared = {s, per_block, blocks, visible, s * width, round_up(visible, COLS), round_up(CHUNK_ROWS, per_block),
+    int64_t depth = s * width, cols = round_up(visible, COLS);
+    /* Rows a power of two apart would share the same few places of the caches: one more vector keeps them apart. */
+    scorer shared = {s, per_block, blocks, visible, depth, cols, cols + 16, round_up(CHUNK_ROWS, per_block),
                      (float)(1.4426950408889634 / ((double)s * sqrt((double)width))), 0, 0, 0, 0};
-    int64_t depth = shared.depth, groups = (n_q + s - 1) / s, padded = round_up(shared.chunk, ROWS);
+    int64_t groups = (n_q + s - 1) / s, padded = round_up(shared.chunk, ROWS);
     float *panels = allocate(shared.cols * depth);
     int failed = panels == NULL;
     if (failed) return 1;
@@ -187,7 +191,7 @@ int heart_block_scores(int64_t heads, const void *const *q, const void *const *k
     {
         scorer at = shared;
         at.space = packing_space(width), at.sums = allocate(blocks);
-        at.queries = allocate(padded * depth), at.logits = allocate(padded * at.cols);
+        at.queries = allocate(padded * depth), at.logits = allocate(padded * at.ld);
         if (!at.space || !at.sums || !at.queries || !at.logits) {
 #pragma omp atomic write
             failed = 1;
