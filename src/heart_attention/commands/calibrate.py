@@ -166,16 +166,21 @@ def _settings(args: argparse.Namespace, pipe: Any) -> Any:
     for name in ("contexts", "rounds"):
         if given[name] is not None and given[name] < 1:
             raise HeartError(f"--{name} is {given[name]}: it must be 1 or more")
+    held_out = [p for p in held_out if p not in prompts]
+    dense = config.dense_steps if args.dense_steps is None else args.dense_steps
+    room = max(call["num_inference_steps"] - dense, 1)  # short runs with few prompts have no more contexts
+    given["contexts"] = given["contexts"] or min(run.Settings.contexts, room * len(prompts))
     return run.Settings(
         backbone=config.backbone,
         prompts=tuple(prompts),
-        held_out=tuple(p for p in held_out if p not in prompts),
+        held_out=tuple(held_out),
+        held_out_contexts=min(run.Settings.held_out_contexts, room * len(held_out)),
         call=call,
         method=args.method,
         velocity=args.velocity,
         error=args.error,
         seed=args.seed,
-        dense_steps=config.dense_steps if args.dense_steps is None else args.dense_steps,
+        dense_steps=dense,
         order=args.order or config.order,
         kernel=args.kernel,
         scale_clusters=config.scale_clusters,
