@@ -79,6 +79,15 @@ def test_clusters(n, cq, ck, d, density, seed):
     check(random_clusters(g, n, cq, ck, density, heads=1), *qkv(g, n, d, heads=1))
 
 
+def test_half_precision():
+    """The 16-bit path; bf16 has the same code, but the interpreter multiplies it wrongly."""
+    g = generator(12)
+    q, k, v = (x.half() for x in qkv(g, 60, 32))
+    for mask in (random_blocks(g, 60, 16), random_clusters(g, 60, 3, 9)):
+        got, want = both(mask, q, k, v)
+        assert got.dtype == torch.float16 and (got.float() - want.float()).abs().max() <= 2e-3
+
+
 def test_two_batch_items_and_a_scale():
     g = generator(0)
     check(random_blocks(g, 70, 32, batch=2), *qkv(g, 70, 16, batch=2), scale=0.7)
@@ -211,10 +220,16 @@ def test_kmeans(iters):
         assert torch.equal(found.sizes[0, h], want.sizes) and int(found.iterations[0, h]) == want.iterations
 
 
-def test_whole_prediction_to_output():
-    """What a GPU would do for a layer: cluster and map, then attention over the clusters."""
+@pytest.mark.parametrize("backbone", [XAttention(8, 16), SVG2(3, 6, init_iters=2)], ids=["xattention", "svg2"])
+def test_the_whole_way_of_a_layer_on_a_gpu(backbone, monkeypatch):
+    """The backbones' own dispatch to these kernels, prediction to output, as for tensors on a GPU."""
     q, k, v = qkv(generator(8), 50, 16)
-    check(SVG2(3, 6, init_iters=2).predict(q, k, 0.6), q, k, v)
+    want = backbone.predict(q, k, 0.6)
+    asked = []
+    monkeypatch.setattr(triton_predict, "serves", lambda x, what, *more: asked.append(what) or not more)
+    got = backbone.predict(q, k, 0.6)
+    assert asked and torch.equal(got.dense_tokens(), want.dense_tokens())
+    check(got, q, k, v)
 
 
 @pytest.mark.parametrize("n", [1, 40, 100])

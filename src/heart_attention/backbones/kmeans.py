@@ -66,13 +66,12 @@ def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
 
 def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int) -> list[Clusters]:
     """`lloyd` of some heads alike in shape; a GPU takes them together, a CPU in turn, with the same result."""
-    if x and x[0].device.type != "cpu":
-        from ..kernels import triton_predict
+    from ..kernels import triton_predict
 
-        if triton_predict.serves(x[0][None, None], "k-means"):
-            found = triton_predict.kmeans(torch.stack(x)[None], torch.stack(init)[None], iters)
-            parts = (found.labels[0].long(), found.centroids[0], found.sizes[0], found.iterations[0].tolist())
-            return [Clusters(*head) for head in zip(*parts)]
+    if x and triton_predict.serves(x[0][None, None], "k-means"):
+        found = triton_predict.kmeans(torch.stack(x)[None], torch.stack(init)[None], iters)
+        parts = (found.labels[0].long(), found.centroids[0], found.sizes[0], found.iterations[0].tolist())
+        return [Clusters(*head) for head in zip(*parts)]
     return [lloyd(one, start, iters) for one, start in zip(x, init)]
 
 

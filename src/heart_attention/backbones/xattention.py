@@ -152,7 +152,7 @@ class XAttention(Settings):
         """Block scores of the heads (b, h) in `which`, fp32 [heads, Mq, Mk]; by what serves this device best."""
         q_heads, k_heads = ([x[b, h] for b, h in which] for x in (q, k))
         shape = (len(which), self._blocks(q.shape[2]), self._blocks(k.shape[2]))
-        if q.device.type != "cpu" and _gpu_serves(self, q):
+        if _gpu_serves(self, q):
             return _gpu_scores(self, q_heads, k_heads, order, shape)
         out = torch.zeros(shape, dtype=torch.float32, device=q.device)
         filled = [one[: -(-q.shape[2] // self.block)] for one in out]  # block rows with tokens, of each head
