@@ -159,8 +159,8 @@ def assign_launch() -> dict[str, int]:
 
 
 def reduce_launch() -> dict[str, int]:
-    """Warps of the kernels that only add up."""
-    return {"num_warps": 4}
+    """Warps and stages of the kernels that only add up."""
+    return {"num_warps": 4, "num_stages": 2}
 
 
 def centroid_parts(centroids: Tensor, dtype: torch.dtype) -> Tensor:
