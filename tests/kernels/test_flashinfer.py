@@ -179,6 +179,13 @@ def test_says_why_it_cannot_serve_here(gen, monkeypatch):
     assert any("plan of this mask" in r for r in flashinfer.KERNEL.reasons_not(random_blocks(gen, 75, 16)))
 
 
+def test_leaves_room_on_a_small_gpu(gen, monkeypatch):
+    mask = random_blocks(gen, 75, 16)
+    assert not flashinfer._reasons_mask(mask)
+    monkeypatch.setattr(flashinfer, "_free_memory", lambda device: 64 << 10)
+    assert any("MB a layer" in r for r in flashinfer._reasons_mask(mask))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available() or not flashinfer.installed(), reason="needs a GPU and flashinfer")
 def test_the_real_package(gen, monkeypatch):
     monkeypatch.undo()

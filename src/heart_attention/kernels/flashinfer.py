@@ -25,7 +25,8 @@ from .plan import Plan, make_plan
 WORKSPACE = 128 << 20  # bytes; what flashinfer recommends
 INT_WORKSPACE = 8 << 20  # bytes flashinfer itself allocates for its schedule; it grows with the rows
 BYTES_A_ROW = 512  # generous room for one query row in that schedule
-PLAN_LIMIT = 128 << 20  # bytes; flashinfer lists every kept key of every query row, and each layer keeps such a plan
+PLAN_LIMIT = 128 << 20  # bytes; flashinfer lists every kept key of every query row
+PLANS = 64  # plans alive at once in a usual model: one for each layer and guidance branch
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)
 
@@ -105,9 +106,15 @@ def _reasons_mask(mask: Any) -> list[str]:
         return []
     rows = (mask.blocks if block else mask.map).shape[2]
     listed = 4 * rows * mask.n_k * float(mask.density().sum())
-    if listed <= PLAN_LIMIT:
+    limit = min(PLAN_LIMIT, _free_memory(mask.device) // (2 * PLANS))
+    if listed <= limit:
         return []
-    return [f"its plan of this mask would take {listed / 2**20:.0f} MB, over {PLAN_LIMIT >> 20}"]
+    return [f"its plan of this mask would take {listed / 2**20:.0f} MB a layer, over {limit / 2**20:.0f}"]
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that are free on a GPU; elsewhere it does not matter."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 62
 
 
 def _shared(mask: Any) -> bool:
