@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from heart_attention.calibration import solver
+from heart_attention.calibration import cbc, solver
 from heart_attention.errors import HeartError
 
 TAU3 = (0.85, 0.9, 0.95)
@@ -145,8 +145,8 @@ def test_a_cbc_choice_over_the_budget_is_not_taken(monkeypatch):
         calls.append(1)
         return worst if len(calls) == 1 else real(pulp, ilp, x, heads, seconds)
 
-    real = solver._cbc_once
-    monkeypatch.setattr(solver, "_cbc_once", wrong_then_right)
+    real = cbc._cbc_once
+    monkeypatch.setattr(cbc, "_cbc_once", wrong_then_right)
     result = solver.solve(E, S, min_sparsity=S.max(1).mean() * 0.9, method="cbc")
     assert len(calls) == 2 and not np.array_equal(result.choice, worst)
 

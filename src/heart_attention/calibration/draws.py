@@ -45,9 +45,7 @@ def permutation(n: int, seed: int, purpose: str, *key: int) -> list[int]:
 def prompt_of_heads(seed: int, layers: int, heads: int, prompts: int) -> np.ndarray:
     """The prompt of every head, int [L, H]: random, and exactly balanced (counts differ by at most one)."""
     if layers < 1 or heads < 1 or prompts < 1:
-        raise HeartError(
-            f"cannot give {prompts} prompts to {layers} layers of {heads} heads: all must be positive"
-        )
+        raise HeartError(f"cannot give {prompts} prompts to {layers} layers of {heads} heads: all must be positive")
     ranked = permutation(layers * heads, seed, "prompt")
     order = permutation(prompts, seed, "prompt order")  # which prompts get one head more
     out = np.empty(layers * heads, dtype=np.int64)
@@ -113,9 +111,7 @@ def contexts(
         # meet.
         j, prompt = i % len(intervals), order[(i + i // wheel) % prompts]
         a, b = intervals[j]
-        free = (
-            a + s for s in permutation(b - a + 1, seed, purpose, prompt, j) if (prompt, a + s) not in taken
-        )
+        free = (a + s for s in permutation(b - a + 1, seed, purpose, prompt, j) if (prompt, a + s) not in taken)
         step = next(free, None)
         if step is not None:
             taken.add((prompt, step))

@@ -51,9 +51,7 @@ def _as_tensor(x: Any, name: str) -> torch.Tensor:
 def _pair(velocity: Any, reference: Any) -> tuple[torch.Tensor, torch.Tensor]:
     v, y = _as_tensor(velocity, "the velocity"), _as_tensor(reference, "the reference")
     if v.shape != y.shape:
-        raise HeartError(
-            f"the velocity's shape {tuple(v.shape)} differs from the reference's {tuple(y.shape)}"
-        )
+        raise HeartError(f"the velocity's shape {tuple(v.shape)} differs from the reference's {tuple(y.shape)}")
     return v - y.to(v.device), y
 
 
@@ -68,9 +66,7 @@ def _energy(x: torch.Tensor) -> float:
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
-        raise HeartError(
-            "the error is not a finite number: the velocity or its reference holds NaN or infinity"
-        )
+        raise HeartError("the error is not a finite number: the velocity or its reference holds NaN or infinity")
     return value
 
 
@@ -125,9 +121,7 @@ def attention_output(output: Any, reference: Any) -> float:
     """‖o - o_dense‖² / ‖o_dense‖² of attention outputs of any one shape, e.g. one head's [B, N, D]."""
     o, r = torch.as_tensor(output).detach(), torch.as_tensor(reference).detach()
     if o.shape != r.shape or o.numel() == 0:
-        raise HeartError(
-            f"attention outputs have shapes {tuple(o.shape)} and {tuple(r.shape)}: they must be equal"
-        )
+        raise HeartError(f"attention outputs have shapes {tuple(o.shape)} and {tuple(r.shape)}: they must be equal")
     o, r = (x.cpu().double() if x.device.type == "mps" else x.double() for x in (o, r))
     return _finite(_energy(o - r) / (_energy(r) + TINY))
 

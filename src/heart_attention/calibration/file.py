@@ -22,8 +22,8 @@ import numpy as np
 
 from ..errors import HeartError
 from ..files import read_json, write_atomic
-from . import solver
 from .error import check_weights
+from .solver import Budget, solve_budget
 
 SCHEMA = "heart-calibration/1"
 LIMIT = 256 << 20  # bytes; 1,600 heads × 100 candidates with band energies take about 25 MB
@@ -325,11 +325,11 @@ class Calibration:
 
     # ------------------------------ other thresholds from the same tables
 
-    def resolve(self, budget: solver.Budget | str | float, method: str = "exact") -> Calibration:
+    def resolve(self, budget: Budget | str | float, method: str = "exact") -> Calibration:
         """New thresholds for another budget from the stored tables; figures that belong to the old ones go."""
         if self.E is None:
             raise HeartError("the calibration has no error and sparsity tables: there is nothing to solve again")
-        found = solver.solve_budget(self.E, self.S, self.candidates, budget, method)
+        found = solve_budget(self.E, self.S, self.candidates, budget, method)
         return replace(self, thresholds=found.thresholds, solver=found.to_dict(), verification={})
 
     def reweighted(self, weights: Sequence[float]) -> Calibration:

@@ -86,7 +86,8 @@ class Progress:
     """A bar a stage on standard error, with the time left; plain lines where that is no terminal."""
 
     def __init__(self) -> None:
-        self.bar, self.stage = None, ""
+        self.bar: Any = None
+        self.stage = ""
 
     def __call__(self, stage: str, done: int, total: int, left: float | None) -> None:
         from tqdm import tqdm
