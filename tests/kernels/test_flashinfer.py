@@ -179,6 +179,14 @@ def test_says_why_it_cannot_serve_here(gen, monkeypatch):
     assert any("plan of this mask" in r for r in flashinfer.KERNEL.reasons_not(random_blocks(gen, 75, 16)))
 
 
+def test_an_old_version_is_refused(monkeypatch):
+    monkeypatch.setattr(flashinfer, "installed", lambda: True)
+    monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda name: "0.2.14.post1")
+    assert any("0.2.14 is older than 0.6" in r for r in flashinfer.KERNEL.reasons_not())
+    monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda name: "0.7.2.post1")
+    assert not any("older" in r for r in flashinfer.KERNEL.reasons_not())
+
+
 def test_leaves_room_on_a_small_gpu(gen, monkeypatch):
     mask = random_blocks(gen, 75, 16)
     assert not flashinfer._reasons_mask(mask)

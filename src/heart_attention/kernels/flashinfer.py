@@ -4,13 +4,14 @@
 short last block) and clusters alike; batch items become further heads. When all heads share one block mask that
 fills its blocks, `BlockSparseAttentionWrapper` serves, whose plan is far smaller. flashinfer plans for a head size,
 a type and a scale, so its own planning happens at the first run and is kept with the plan, that is with the mask.
-Written against flashinfer 0.7.2 (0.2 and later have the same arguments).
+Written against flashinfer 0.7.2; 0.6.0 takes the same arguments, earlier ones are refused unread.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 from typing import Any
@@ -26,6 +27,7 @@ WORKSPACE = 128 << 20  # bytes; what flashinfer recommends
 INT_WORKSPACE = 8 << 20  # bytes flashinfer itself allocates for its schedule; it grows with the rows
 BYTES_A_ROW = 512  # generous room for one query row in that schedule
 PLAN_LIMIT = 128 << 20  # bytes; flashinfer lists every kept key of every query row
+OLDEST = (0, 6)  # version of flashinfer
 PLANS = 64  # plans alive at once in a usual model: one for each layer and guidance branch
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)
@@ -42,6 +44,15 @@ def installed() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
 
 
+def _version() -> tuple[int, ...]:
+    """Of the installed package, as far as it is numbers; a build from source without a record counts as new."""
+    try:
+        words = importlib.metadata.version("flashinfer-python").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return OLDEST
+    return tuple(int(word) for word in words[:3] if word.isdecimal())
+
+
 class FlashInfer:
     """Kernel `flashinfer`."""
 
@@ -52,6 +63,8 @@ class FlashInfer:
         reasons = []
         if not installed():
             reasons.append("flashinfer is not installed: pip install 'heart-attention[gpu]'")
+        elif (version := _version())[: len(OLDEST)] < OLDEST:
+            reasons.append(f"flashinfer {'.'.join(map(str, version))} is older than {'.'.join(map(str, OLDEST))}")
         if not torch.cuda.is_available() or torch.version.hip:
             reasons.append("no CUDA device is available to PyTorch")
         elif torch.cuda.get_device_capability()[0] < 8:
