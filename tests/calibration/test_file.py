@@ -331,6 +331,11 @@ def test_warnings_say_what_changed():
     (steps,) = c.warnings_for(steps=30)
     assert "50 steps" in steps and "with 30" in steps
     assert len(c.warnings_for(steps=30, frames=41)) == 2
+    assert c.warnings_for(grid=(21, 30, 52)) == []  # tokens are not known of this one
+    known = made(settings={"grid": [21, 30, 52]})
+    assert known.warnings_for(grid=(21, 30, 52), steps=50) == []
+    (tokens,) = known.warnings_for(grid=(21, 45, 80))
+    assert "21×30×52 video tokens (832×480, 81 frames)" in tokens and "21×45×80" in tokens
 
 
 # ---------------------------------------- other thresholds

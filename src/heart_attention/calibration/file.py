@@ -306,20 +306,29 @@ class Calibration:
         height: int | None = None,
         width: int | None = None,
         frames: int | None = None,
+        grid: Sequence[int] | None = None,
     ) -> list[str]:
-        """What differs from the generations this was measured on, one sentence each; empty if nothing does."""
+        """What differs from the generations this was measured on, one sentence each; empty if nothing does.
+
+        The size is told in pixels, or by `grid`, the video tokens (frames, rows, columns) a transformer sees.
+        """
         out = []
         size, mine = (height, width, frames), (self.height, self.width, self.frames)
+        carries = (
+            "thresholds carry over, but the sparsity they give changes: calibrate at this size for an exact budget"
+        )
         if any(a is not None and b is not None and a != b for a, b in zip(size, mine)):
             now = [b if a is None else a for a, b in zip(size, mine)]
-            out.append(
-                f"calibrated at {_size(*mine)}, used at {_size(*now)}: thresholds carry over, but the sparsity they "
-                "give changes; measure S again and re-solve for an exact budget"
-            )
+            out.append(f"calibrated at {_size(*mine)}, used at {_size(*now)}: {carries}")
+        measured = self.settings.get("grid")
+        if grid is not None and isinstance(measured, list) and list(grid) != measured:
+            was, now = ("×".join(map(str, g)) for g in (measured, grid))
+            at = f" ({_size(*mine)})" if self.height else ""
+            out.append(f"calibrated at {was} video tokens{at}, used at {now}: {carries}")
         if steps is not None and self.steps is not None and steps != self.steps:
             out.append(
-                f"calibrated with {self.steps} steps, used with {steps}: thresholds carry over, the error per step "
-                "was measured on the other schedule"
+                f"calibrated with {self.steps} steps, used with {steps}: thresholds carry over, errors were "
+                "measured on the other schedule"
             )
         return out
 

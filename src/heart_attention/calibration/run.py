@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeartError
-from . import draws, file, solver
+from ..models import family_of
+from . import draws, file, solver, trajectory
 from .gradient import Pass
 from .heads import DENSE, Spec
 from .store import Store
@@ -528,7 +529,15 @@ def measure(
             verification = _verification(settings, contexts, runner, outcome, layers, heads)
         finally:
             crew.close()
-    return outcome, verification, document
+    return outcome, verification, {**document, "grid": _grid(pipe.transformer, store, contexts)}
+
+
+def _grid(transformer: Any, store: Store, contexts: Contexts) -> list[int] | None:
+    """Video tokens (frames, rows, columns) of the generations that were measured, from any recorded context."""
+    prompt, steps = next(iter(contexts.steps().items()))
+    inputs = trajectory.from_bytes(store.trajectories.read(prompt, steps[0])).branches[0].inputs
+    grid = family_of(transformer).grid(transformer.config, inputs)
+    return None if grid is None else [int(n) for n in grid]
 
 
 def _crew(
@@ -565,18 +574,9 @@ def _to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any],
     bands = extra.pop("bands", None)
     call = settings.call
     kept = (
-        "shared",
-        "strata",
-        "velocity",
-        "dense_steps",
-        "order",
-        "scale_clusters",
-        "contexts",
-        "rounds",
-        "gamma",
-        "start",
-        "realised",
-    )
+        "shared", "strata", "velocity", "dense_steps", "order", "scale_clusters", "contexts", "rounds", "gamma",
+        "start", "realised", "weights", "grid",
+    )  # fmt: skip
     return file.Calibration(
         thresholds=taus[np.asarray(outcome.choice)],
         backbone=settings.backbone.to_dict(),
@@ -598,6 +598,6 @@ def _to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any],
         seed=settings.seed,
         versions=file.versions(),
         settings={name: document[name] for name in kept}
-        | {"generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale"), "weights": document["weights"]},
+        | {"generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale")},
         extra=extra,
     )
