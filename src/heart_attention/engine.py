@@ -132,6 +132,19 @@ class Engine:
         self._last.clear()
         self.recorder.end_generation()
 
+    def plain(self, where: Where, layer: int, cuda: bool) -> Callable[[], None] | None:
+        """For a call that is dense whatever its values: the function that counts it afterwards."""
+        reason = self._reason_at(where, layer)
+        if not reason:
+            return None
+        laps = Laps(cuda)
+
+        def done() -> None:
+            laps.lap("dense")
+            self.recorder.add(Row(where.transformer, layer, where.step or 0, where.branch, laps, reason))
+
+        return done
+
     def turn(self, where: Where) -> None:
         """For callers without a clock: a step not later than a layer's and branch's last begins a
         generation.
@@ -168,20 +181,30 @@ class Engine:
 
     # ---------------------------------------- dense
 
+    def _reason_at(self, where: Where, layer: int) -> str:
+        """Why this layer runs dense at this step, whatever q and k are."""
+        if where.step is not None and where.step < self.config.dense_steps:
+            return "warm-up step"
+        if self._all_dense[where.transformer][layer]:
+            return "every threshold is 1"
+        return "dense layer" if layer < self.config.dense_layers else ""
+
     def _reason_dense(self, where: Where, q: Tensor, k: Tensor) -> str:
         """Why this call runs dense, as far as can be said without looking at its values."""
-        config = self.config
-        if where.step is not None and where.step < config.dense_steps:
-            return "warm-up step"
-        if self._all_dense[where.transformer][where.layer]:
-            return "every threshold is 1"
-        if where.layer < config.dense_layers:
-            return "dense layer"
+        reason = self._reason_at(where, where.layer)
+        if reason:
+            return reason
         if q.shape != k.shape:
             return "keys and queries of different shapes"
         if q.requires_grad and torch.is_grad_enabled():
             return self._once("gradients are wanted", "dense attention: gradients are wanted; use torch.no_grad()")
         return ""
+
+    def _once(self, reason: str, sentence: str) -> str:
+        """Log the sentence the first time this reason comes up."""
+        if reason not in self.recorder.reasons:
+            log.warning("%s", sentence)
+        return reason
 
     def _dense(self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, dense: Dense, reason: str) -> Tensor:
         out = dense(q, k, v)

@@ -90,7 +90,8 @@ class Sums:
         self.calls += 1
         if row.reason:
             self.dense += 1
-        elif row.density is not None and row.refreshed is not None:
+            return
+        if row.density is not None and row.refreshed is not None:
             self.heads += len(row.density)
             self.density += sum(row.density)
             self.refreshed += sum(row.refreshed)
@@ -171,8 +172,13 @@ class Recorder:
         self._pending = waiting
 
     def _sums(self, row: Row) -> tuple[Sums, Sums, Sums]:
-        layer = self.by_layer.setdefault((row.transformer, row.layer), Sums())
-        return self.total, layer, self.by_step.setdefault(row.step, Sums())
+        place = (row.transformer, row.layer)
+        layer, step = self.by_layer.get(place), self.by_step.get(row.step)
+        if layer is None:
+            layer = self.by_layer[place] = Sums()
+        if step is None:
+            step = self.by_step[row.step] = Sums()
+        return self.total, layer, step
 
     def _add_time(self, row: Row, seconds: dict[str, float] | None) -> None:
         for sums in self._sums(row):

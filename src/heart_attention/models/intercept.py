@@ -33,7 +33,9 @@ CHILD = "_heart_clock"  # the child module that carries our hook
 class Handler(Protocol):
     """What HEART, a recorder or a calibration run does with a transformer's attention.
 
-    A handler may also have `passed_through(where, reason)`: told when a call runs dense without it.
+    A handler may also have `passed_through(where, reason)`: told when a call runs dense without it; and
+    `plain(where, layer, cuda)`: asked before a call of that layer, where it may return a function to have the call
+    run dense unseen, at next to no cost, and be called after it.
     """
 
     def start_forward(self, where: Where) -> None:
@@ -42,7 +44,9 @@ class Handler(Protocol):
     def attend(
         self, where: Where, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: processors.Dense
     ) -> torch.Tensor:
-        """Answer one call: q, k, v [B, H, N, D] (views) -> [B, H, N, D]; `dense(q, k, v)` is the user's own."""
+        """Answer one call: q, k, v [B, H, N, D] (views) -> [B, H, N, D]; `dense(q, k, v)` is the user's
+        own.
+        """
         ...
 
     def reset(self) -> None:
@@ -112,6 +116,7 @@ class Attachment:
         self.handle = ops.handle(self)
         self.deal: list[Deal] | None = None  # by layer, which rank gets which heads
         self._where: Where | None = None
+        self._plain = getattr(handler, "plain", None)
         self._tokens = 0
         self._said: set[str] = set()
         self._layers = [
@@ -174,6 +179,12 @@ class Attachment:
             self._pass(where, reason)
             return dense(q, k, v)
         return self.handler.attend(where, q, k, v, dense)
+
+    def plain(self, layer: Layer, cuda: bool) -> Callable[[], None] | None:
+        """What to call after this call ran dense unseen, if the handler wants that."""
+        if self._plain is None or self._where is None:
+            return None
+        return self._plain(self._where, layer.info.index, cuda)
 
     def _at(self, layer: Layer) -> Where:
         where = Where() if self._where is None else copy.copy(self._where)

@@ -231,6 +231,11 @@ def attend(
         return dense.raw(query, key, value)
     if getattr(parallel_config, "context_parallel_config", None) is not None:
         return attend_in_parallel(attachment, tag.layer, dense, query, key, value, parallel_config)
+    done = attachment.plain(tag.layer, query.is_cuda)
+    if done is not None:
+        out = dense.raw(query, key, value)
+        done()
+        return out
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return attachment.attend(tag.layer, q, k, v, dense).transpose(1, 2)
 
