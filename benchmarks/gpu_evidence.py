@@ -329,7 +329,7 @@ def page(usages: list[Usage], failed: list[str], checks: list[dict[str, Any]]) -
     )
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     parts = [INTRODUCTION, f"Written by `make gpu-evidence` on {today} with {versions}, Python {platform.python_version()}, ",
-             f"{platform.system()} {platform.machine()}; no GPU was present.\n\n", "## Interpreter\n\n",
+             f"{platform.system()} {platform.machine()}; {_gpu()}.\n\n", "## Interpreter\n\n",
              "| kernel | shape | largest difference | allowed | |\n|---|---|---|---|---|\n"]  # fmt: skip
     parts += [
         f"| {c['kernel']} | {c['shape']} | {c['error']:.1e} | {c['limit']:.0e} | {_word(c['passes'])} |\n"
@@ -343,6 +343,12 @@ def page(usages: list[Usage], failed: list[str], checks: list[dict[str, Any]]) -
     if failed:
         parts.append("\n## Not compiled\n\n" + "".join(f"- {line}\n" for line in failed))
     return "".join(parts) + CLOSING
+
+
+def _gpu() -> str:
+    import torch
+
+    return f"a {torch.cuda.get_device_name()} was present" if torch.cuda.is_available() else "no GPU was present"
 
 
 def _target_table(target: str, usages: list[Usage]) -> str:
