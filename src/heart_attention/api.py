@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,8 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
     if note:
         engine.recorder.notes.append(note)
     if _is_pipeline(model):
+        pipe = weakref.ref(model)
+        engine.steps = lambda: getattr(getattr(pipe(), "scheduler", None), "num_inference_steps", None)
         intercept.attach_pipeline(model, engine)
     else:
         intercept.attach(model, engine)

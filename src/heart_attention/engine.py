@@ -107,6 +107,8 @@ class Engine:
         self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
         self._orders: dict[tuple, Tensor | None] = {}
+        self.steps: Callable[[], int | None] = lambda: None  # steps of a generation, where a pipeline tells
+        self._told = not hasattr(config.thresholds, "warnings_for")
 
     def set_thresholds(self, thresholds: Any) -> None:
         """Other thresholds from now on (any form a config takes); masks made with the old ones are
@@ -118,7 +120,13 @@ class Engine:
     # ---------------------------------------- the handler
 
     def start_forward(self, where: Where) -> None:
-        """A forward of the transformer begins: nothing to do, state is found call by call."""
+        """A forward of the transformer begins: a calibration made at another size or step count says so, once."""
+        if self._told:
+            return
+        self._told = True
+        for sentence in self.config.thresholds.warnings_for(steps=self.steps(), grid=where.grid):
+            log.warning("%s", sentence)
+            self.recorder.notes.append(sentence)
 
     def passed_through(self, where: Where, reason: str) -> None:
         """A call ran dense without coming here."""

@@ -385,6 +385,39 @@ def test_it_serves_as_the_thresholds_of_a_config(wan):
     assert np.array_equal(np.array(table[0]), made().thresholds)
 
 
+def test_use_at_another_size_is_told_once(caplog):
+    import heart_attention as heart
+
+    model = WanTransformer3DModel(**WAN).eval()
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([600]),
+        "encoder_hidden_states": torch.randn(1, 4, 8),
+    }
+    for grid, told in (([2, 4, 4], 0), ([2, 8, 8], 1)):
+        thresholds = made(model, settings={"grid": grid})
+        with heart.enabled(model, heart.HeartConfig("xattention", thresholds=thresholds)), torch.no_grad():
+            caplog.clear()
+            model(**inputs)
+            model(**inputs)
+            assert sum("video tokens" in r.message for r in caplog.records) == told
+            assert ("used at 2×4×4" in str(heart.stats(model))) == bool(told)
+
+
+def test_a_pipeline_tells_its_steps():
+    import heart_attention as heart
+
+    class Pipe:
+        def __init__(self, transformer):
+            self.transformer = transformer
+            self.scheduler = SimpleNamespace(num_inference_steps=30, step_index=None, timesteps=None)
+
+    pipe = Pipe(WanTransformer3DModel(**WAN).eval())
+    with heart.enabled(pipe, heart.HeartConfig("xattention", thresholds=made(pipe.transformer))), torch.no_grad():
+        pipe.transformer(torch.randn(1, 4, 2, 8, 8), torch.tensor([600]), torch.randn(1, 4, 8))
+        assert "calibrated with 50 steps, used with 30" in str(heart.stats(pipe))
+
+
 def test_non_finite_python_values_are_refused_too():
     with pytest.raises(HeartError, match="not finite"):
         made(E=np.full((3, 2, 3), math.nan))
