@@ -86,13 +86,16 @@ def _row_backward(
 ) -> None:  # fmt: skip
     """Add one row's part: P = softmax(qkᵀ), dS = P∘(g vᵀ − ⟨g, o⟩), dq = dS k, dk = dSᵀ q, dv = Pᵀ g."""
     q, k, v = head[0][rows], head[1][cols], head[2][cols]  # [r, D], [c, D], [c, D]
+    count, size = len(cotangents), len(rows)
     p = torch.softmax((q * scale) @ k.T, dim=-1)  # [r, c]
-    for g, i, (dq, dk, dv) in zip(cotangents, inner, results):
-        g_row = g[rows]
-        ds = (g_row @ v.T).sub_(i[rows]).mul_(p)
-        dq[rows] = (ds @ k).mul_(scale)
-        dk.index_add_(0, cols, ds.T @ q, alpha=scale)
-        dv.index_add_(0, cols, p.T @ g_row)
+    g = cotangents[:, rows]  # [G, r, D]
+    ds = (g.flatten(0, 1) @ v.T).view(count, size, -1).sub_(inner[:, rows]).mul_(p)  # [G, r, c]
+    dq = (ds.flatten(0, 1) @ k).view(count, size, -1).mul_(scale)
+    dv = p.T @ g.transpose(0, 1).flatten(1)  # [c, G·D]
+    for i, (to_q, to_k, to_v) in enumerate(results):
+        to_q[rows] = dq[i]
+        to_k.index_add_(0, cols, ds[i].T @ q, alpha=scale)
+        to_v.index_add_(0, cols, dv[:, i * q.shape[1] : (i + 1) * q.shape[1]])
 
 
 # --- cells ---
@@ -267,12 +270,16 @@ def _block_backward(
     replay: Replay, spec: Spec, choice: Choice, branch: _Branch, block: int, flowing: list[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
     leaves = tuple(s.detach().to(branch.output.device).requires_grad_() for s in branch.streams[block])
-    cuts: list[tuple[Call, Tensor, Tensor]] = []  # calls in order, with the plain output and the leaf in its place
+    cuts: list[tuple[Call, Tensor, Tensor]] = []  # calls in order, with the output and the leaf in its place
 
     def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
-        with torch.no_grad():
-            call = Call(spec, where, branch.name, q, k, v, branch.masks[where.layer, where.item])
-            out = call.mixed(choice[where.layer], dense(q, k, v) if DENSE in choice[where.layer] else None)
+        picked = choice[where.layer]
+        call = Call(spec, where, branch.name, q, k, v, branch.masks[where.layer, where.item])
+        if all(c == DENSE for c in picked):
+            out = dense(q, k, v)  # the model's own attention has its own backward
+        else:
+            with torch.no_grad():
+                out = call.mixed(picked, dense(q, k, v) if DENSE in picked else None)
         leaf = out.detach().requires_grad_()
         cuts.append((call, out, leaf))
         return leaf
@@ -285,11 +292,15 @@ def _block_backward(
     for n in reversed(range(len(cuts))):
         call, out, _ = cuts[n]
         grads = [g[n] for g in at_cuts]
-        _contract(branch, call, out, grads, choice[call.layer])
+        _contract(branch, call, out.detach(), grads, choice[call.layer])
         earlier = (*leaves, *(leaf for *_, leaf in cuts[:n]))
         if earlier:  # before the first block nothing depends on any head
-            for i, triple in enumerate(_call_backward(call, out, grads, choice[call.layer])):
-                back = _grad((call.q, call.k, call.v), earlier, triple)
+            if out.requires_grad:
+                backs = [_grad((out,), earlier, (g,)) for g in grads]
+            else:
+                triples = _call_backward(call, out, grads, choice[call.layer])
+                backs = [_grad((call.q, call.k, call.v), earlier, t) for t in triples]
+            for i, back in enumerate(backs):
                 for at, b in enumerate(back):
                     target, place = (totals[i], at) if at < len(leaves) else (at_cuts[i], at - len(leaves))
                     target[place] = target[place] + b
