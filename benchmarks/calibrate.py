@@ -35,12 +35,6 @@ from heart_attention.config import preset
 from heart_attention.studies.common import spearman
 
 PARTS = ("skip", "gradient", "compare", "video", "cost")
-ROWS = {
-    "probes, 3 candidates (the paper's)": {"method": "probes", "candidates": run.PAPER_CANDIDATES},
-    "probes, 7 candidates": {"method": "probes", "candidates": run.CANDIDATES},
-    "isolated gradients, 7": {"method": "isolated"},
-    "joint gradients, 7": {"method": "joint"},
-}
 LARGE = {"Wan2.1-1.3B": (30, 12), "Wan2.1-14B": (40, 40), "HunyuanVideo-13B": (60, 24)}
 
 
@@ -148,32 +142,61 @@ def _sum(E: np.ndarray, choice: np.ndarray) -> float:
 
 
 def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Held-out joint error of every method's assignment, relative to the shared threshold's."""
-    rows = {}
-    for label, more in ROWS.items():
-        settings = settings_of(pipe, args, **more)
-        folder = (
-            args.work
-            / f"{name}-{args.size}-{args.backbone}-{label.split(',')[0].replace(' ', '')}-{len(settings.taus)}"
-        )
-        seconds: dict[str, float] = {}
-        outcome, figures, _ = run.measure(pipe, settings, folder, progress=_stages(seconds))
-        held = figures["held_out"]
-        ratios = np.array(held["chosen"]["errors"]) / np.array(held["shared"]["errors"])
-        mean, half = compare.interval(ratios)
-        rows[label] = {
-            "error_vs_shared": held["chosen"]["error"] / held["shared"]["error"],
-            "mean_of_ratios": [mean, half],
-            "calibration_vs_shared": figures["calibration"]["chosen"]["error"] / figures["calibration"]["shared"]["error"],
-            "sparsity": held["chosen"]["sparsity"],
-            "shared_sparsity": held["shared"]["sparsity"],
-            "thresholds": [[settings.taus[c] for c in row] for row in outcome.choice],
-            "cpu_seconds": seconds,
-            "additive": float(outcome.error[..., settings.taus.index(0.9)].sum()),
-            "joint_shared": figures["calibration"]["shared"]["error"],
-            "search": outcome.extra.get("search"),
-        }  # fmt: skip
-    return rows
+    """Held-out joint error of every method's assignment relative to the shared threshold's, equal realised sparsity.
+
+    One store serves all methods: the same trajectories, the same contexts, the same seven candidates.
+    """
+    settings = settings_of(pipe, args, method="probes", candidates=run.CANDIDATES)
+    store = Store(args.work / f"{Path(name).name}-{args.size}-{args.backbone}", run.plan(pipe, settings))
+    size, seconds = _size(pipe), {}
+    contexts = run.draw_contexts(settings, *size)
+    worker = Worker(pipe, settings.job())
+    clock = _stages(seconds)
+    runner = run.Runner(store, Local(worker), clock)
+    rows: dict[str, Any] = {}
+    try:
+        runner.trajectories(settings, contexts)
+        joint = run.by_joint(dataclasses.replace(settings, method="joint"), contexts, runner, *size)
+        isolated = run.by_isolated(dataclasses.replace(settings, method="isolated"), contexts, runner, *size)
+        probed = run.by_probes(settings, contexts, runner, *size)
+        three = _restricted(settings, contexts, runner, probed, run.PAPER_CANDIDATES)
+        found = {"shared": None, "probes, 3 candidates (the paper's)": three, "probes, 7 candidates": probed}
+        found |= {"isolated gradients, 7 candidates": isolated, "joint gradients, 7 candidates": joint}
+        shared = run.shared_choice(settings, *size)
+        base = {w: runner.verify("verifying", getattr(contexts, w), shared) for w in ("calibration", "held_out")}
+        for label, outcome in found.items():
+            choice = shared if outcome is None else outcome.choice
+            rows[label] = _row(settings, contexts, runner, choice, base)
+        clock("end", 0, 0, None)
+    finally:
+        worker.close()
+    at = settings.taus.index(settings.shared)
+    return {
+        "rows": rows,
+        "joint_over_additive": base["calibration"]["error"] / float(probed.error[..., at].sum()),
+        "probes": probed.extra["probes"] | {"null_worst": probed.extra["null"]["worst"]},
+        "search": joint.extra["search"],
+        "cpu_seconds": seconds,
+    }
+
+
+def _restricted(settings: Any, contexts: Any, runner: Any, probed: Any, candidates: tuple[float, ...]) -> Any:
+    """The assignment when only some candidates may be chosen: the others get a prohibitive error."""
+    E = probed.error.copy()
+    E[..., [t not in candidates for t in settings.taus]] = 1e6 * E.sum()
+    return run._assign(settings, contexts, runner, E, probed.sparsity)
+
+
+def _row(settings: Any, contexts: Any, runner: Any, choice: Any, base: dict[str, Any]) -> dict[str, Any]:
+    made = {w: runner.verify("verifying", getattr(contexts, w), choice) for w in ("calibration", "held_out")}
+    ratios = np.array(made["held_out"]["errors"]) / np.array(base["held_out"]["errors"])
+    return {
+        "held_out_vs_shared": made["held_out"]["error"] / base["held_out"]["error"],
+        "mean_of_ratios": compare.interval(ratios),
+        "calibration_vs_shared": made["calibration"]["error"] / base["calibration"]["error"],
+        "sparsity": made["held_out"]["sparsity"],
+        "thresholds": [[settings.taus[c] for c in row] for row in choice],
+    }
 
 
 def _stages(seconds: dict[str, float]) -> Any:
@@ -194,9 +217,9 @@ def videos(pipe: Any, args: argparse.Namespace, rows: dict[str, Any]) -> dict[st
     """PSNR against dense over held-out prompts and seeds, without mask reuse: thresholds alone differ."""
     call = dict(settings_of(pipe, args).call)
     base = preset(args.backbone, pipe).replace(reuse=reuse.Always(), force_sparse=True)
-    chosen = [compare.Method("shared", base)]
-    chosen += [
-        compare.Method(label.replace(" ", "_"), base.replace(thresholds=r["thresholds"])) for label, r in rows.items()
+    chosen = [
+        compare.Method(label.replace(" ", "_").replace("'", ""), base.replace(thresholds=row["thresholds"]))
+        for label, row in rows.items()
     ]
     setting = compare.Setting("tiny", call, ("psnr",))
     prompts = tiny.prompts("heldout")[: args.held_out]
@@ -254,13 +277,14 @@ def cost(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure what is asked for; print a JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="the embedded model, or a folder with another training of it")
     parser.add_argument("--size", choices=("quick", "native"), default="quick")
     parser.add_argument("--backbone", default="xattention")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--work", type=Path, default=Path("calibrate-bench.work"))
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--held-out", type=int, default=8)
-    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--contexts", type=int, default=7)
     parser.add_argument("--same", type=int, default=4, help="contexts on which the estimate meets exact probes")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--repeats", type=int, default=3)
@@ -270,7 +294,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     found: dict[str, Any] = {"size": args.size, "backbone": args.backbone, "threads": torch.get_num_threads()}
-    models = ["tiny", "tiny-random"] if args.control else ["tiny"]
+    models = [args.model, "tiny-random"] if args.control else [args.model]
     for model in models:
         pipe, mine = pipelines.load(model), {}
         parts = (
@@ -286,7 +310,8 @@ def main() -> None:
             elif part == "compare":
                 mine[part] = compared(pipe, args, model)
             elif part == "video":
-                mine[part] = videos(pipe, args, mine.get("compare") or compared(pipe, args, model))
+                rows = (mine.get("compare") or compared(pipe, args, model))["rows"]
+                mine[part] = videos(pipe, args, rows)
             elif part == "cost":
                 mine[part] = cost(pipe, args)
             print(json.dumps({model: {part: mine[part]}}), flush=True)

@@ -16,7 +16,7 @@ from heart_attention.calibration import run, work
 from heart_attention.errors import HeartError
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def load():

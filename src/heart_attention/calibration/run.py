@@ -75,9 +75,9 @@ class Settings:
     seed: int = 0
     dense_steps: int = 5
     order: str = "raster"
-    contexts: int = 10
+    contexts: int = 7
     held_out_contexts: int = 6
-    rounds: int = 2
+    rounds: int = 1
     gamma: float = 2.0
     start: str = "isolated"
     min_sparsity: float | None = None
