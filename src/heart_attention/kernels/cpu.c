@@ -81,8 +81,9 @@ static const int32_t *of_head(const int32_t *base, int64_t own, int64_t head, in
     return base ? base + (own ? head * size : 0) : NULL;
 }
 
-static int64_t row_offset(const struct heart_attention *a, const struct tensor *x, int64_t head, int64_t token) {
-    return head / a->heads * x->batch + head % a->heads * x->head + token * x->token;
+/* Offset of a head's first token. */
+static int64_t head_at(const struct heart_attention *a, const struct tensor *x, int64_t head) {
+    return head / a->heads * x->batch + head % a->heads * x->head;
 }
 
 static int64_t token_at(const int32_t *perm, int64_t n, int64_t position) {
@@ -94,6 +95,12 @@ INLINE vec read_vec(const struct tensor *x, int bf16, int64_t offset) {
     return bf16 ? load_bf16((const uint16_t *)x->data + offset) : load((const float *)x->data + offset);
 }
 
+/* Asks for a row that will be read soon: rows lie far apart, so the machine does not guess it. */
+INLINE void prefetch_row(const struct tensor *x, int bf16, int64_t offset, int64_t dim) {
+    int64_t size = bf16 ? 2 : 4;
+    for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)x->data + offset * size + i);
+}
+
 INLINE float read_one(const struct tensor *x, int bf16, int64_t offset) {
     return bf16 ? from_bf16(((const uint16_t *)x->data)[offset]) : ((const float *)x->data)[offset];
 }
@@ -102,10 +109,13 @@ INLINE float read_one(const struct tensor *x, int bf16, int64_t offset) {
 INLINE void pack_keys(const struct heart_attention *a, int bf16, int64_t head, struct packed to, int64_t first,
                       int64_t last) {
     const int32_t *perm = of_head(a->k_perm, a->own_perm, head, a->n_k);
+    int64_t k_head = head_at(a, &a->k, head), v_head = head_at(a, &a->v, head);
     int64_t wide = padded(a->dim), whole = a->dim / VL * VL;
     for (int64_t i = first; i < last; i++) {
-        int64_t token = token_at(perm, a->n_k, i);
-        int64_t k = row_offset(a, &a->k, head, token), v = row_offset(a, &a->v, head, token);
+        int64_t token = token_at(perm, a->n_k, i), soon = token_at(perm, a->n_k, least(i + 12, last - 1));
+        int64_t k = k_head + token * a->k.token, v = v_head + token * a->v.token;
+        prefetch_row(&a->k, bf16, k_head + soon * a->k.token, a->dim);
+        prefetch_row(&a->v, bf16, v_head + soon * a->v.token, a->dim);
         float *key = to.keys + i * a->dim, *value = to.values + value_at(i, wide);
         for (int64_t d = 0; d < whole; d += VL) {
             store(key + d, read_vec(&a->k, bf16, k + d));
@@ -121,23 +131,25 @@ INLINE void pack_keys(const struct heart_attention *a, int bf16, int64_t head, s
 /* Queries of a task, transposed into panels; missing lanes are zero. */
 INLINE void pack_queries(const struct heart_attention *a, int bf16, const struct task *t, float *to) {
     const int32_t *perm = of_head(a->q_perm, a->own_perm, t->head, a->n_q);
-    int64_t from[VL], whole = a->dim / VL * VL;
+    int64_t from[ROWS], whole = a->dim / VL * VL, head = head_at(a, &a->q, t->head);
+    for (int64_t r = 0; r < t->rows; r++) {
+        from[r] = head + token_at(perm, a->n_q, t->start + r) * a->q.token;
+        prefetch_row(&a->q, bf16, from[r], a->dim);
+    }
     float sign = a->scale < 0 ? -1.0f : 1.0f; /* so that the largest score is always the largest logit */
     for (int64_t first = 0; first < round_up(t->rows, 2 * VL); first += VL) {
         float *panel = to + first / (2 * VL) * 2 * VL * a->dim + first % (2 * VL);
         int64_t lanes = least(t->rows - first, VL);
-        for (int64_t r = 0; r < lanes; r++)
-            from[r] = row_offset(a, &a->q, t->head, token_at(perm, a->n_q, t->start + first + r));
         int64_t d = 0;
         for (; lanes == VL && d < whole; d += VL) {
             vec rows[VL];
-            for (int r = 0; r < VL; r++) rows[r] = read_vec(&a->q, bf16, from[r] + d) * sign;
+            for (int r = 0; r < VL; r++) rows[r] = read_vec(&a->q, bf16, from[first + r] + d) * sign;
             transpose(rows);
             for (int r = 0; r < VL; r++) store(panel + (d + r) * 2 * VL, rows[r]);
         }
         for (; d < a->dim; d++)
             for (int64_t r = 0; r < VL; r++)
-                panel[d * 2 * VL + r] = r < lanes ? sign * read_one(&a->q, bf16, from[r] + d) : 0;
+                panel[d * 2 * VL + r] = r < lanes ? sign * read_one(&a->q, bf16, from[first + r] + d) : 0;
     }
 }
 
@@ -164,27 +176,29 @@ INLINE void exponentials(int vectors, float *scores, int64_t n, float c, vec *to
     for (int j = 0; j < vectors; j++) store(sum + j * VL, total[j] + part[j]);
 }
 
-/* One panel of queries against one tile of keys. */
-static void panel_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t panel, int64_t lanes,
-                       const struct tile *t) {
+/* One panel of queries, one or two vectors of them in use, against one tile of keys. */
+INLINE void panel_tile(int vectors, const struct heart_attention *a, struct packed kv, struct work *w, int64_t panel,
+                       int64_t lanes, const struct tile *t) {
     float factors[2 * VL];
     int64_t first = panel * 2 * VL, wide = padded(a->dim);
     float c = (float)(fabs(a->scale) * 1.4426950408889634);
     vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
-    scores_tile(2, w->queries + panel * a->dim * 2 * VL, kv.keys, t->key, t->n, a->dim, w->scores, top);
-    exponentials(2, w->scores, t->n, c, top, w->max + first, w->sum + first, factors);
+    scores_tile(vectors, w->queries + first * a->dim, kv.keys, t->key, t->n, a->dim, w->scores, top);
+    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, factors);
     for (int64_t d = 0; d < a->dim; d += 2 * VL) {
         const float *values = kv.values + d * TILE;
         float *out = w->out + first * wide + d;
         if (a->dim - d > VL)
-            values_tile(2, 2, w->scores, values, t->value, t->n, lanes, out, wide, factors);
+            values_tile(vectors, 2, w->scores, values, t->value, t->n, lanes, out, wide, factors);
         else
-            values_tile(2, 1, w->scores, values, t->value, t->n, lanes, out, wide, factors);
+            values_tile(vectors, 1, w->scores, values, t->value, t->n, lanes, out, wide, factors);
     }
 }
 
 static void run_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t) {
-    for (int64_t p = 0; p * 2 * VL < rows; p++) panel_tile(a, kv, w, p, least(rows - p * 2 * VL, 2 * VL), t);
+    int64_t panel = 0;
+    for (; rows > VL; panel++, rows -= 2 * VL) panel_tile(2, a, kv, w, panel, least(rows, 2 * VL), t);
+    if (rows > 0) panel_tile(1, a, kv, w, panel, rows, t);
     t->n = 0;
 }
 
@@ -200,9 +214,9 @@ static void add_keys(const struct heart_attention *a, struct packed kv, struct w
 
 INLINE void write_rows(const struct heart_attention *a, int bf16, const struct task *t, const struct work *w) {
     const int32_t *perm = of_head(a->q_perm, a->own_perm, t->head, a->n_q);
-    int64_t wide = padded(a->dim);
+    int64_t wide = padded(a->dim), head = head_at(a, &a->out, t->head);
     for (int64_t r = 0; r < t->rows; r++) {
-        int64_t offset = row_offset(a, &a->out, t->head, token_at(perm, a->n_q, t->start + r));
+        int64_t offset = head + token_at(perm, a->n_q, t->start + r) * a->out.token;
         const float *from = w->out + r * wide;
         float share = 1.0f / w->sum[r];
         if (bf16) {
@@ -315,16 +329,21 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
     return failed;
 }
 
-int heart_attention(const struct heart_attention *a) {
-    int64_t all = a->batch * a->heads, size = packed_size(a);
-    int64_t together = a->threads > 1 ? PACK_BYTES / (size * 4) : 1;
-    if (together < 1) together = 1;
-    if (together > all) together = all;
-    float *buffer = floats(together * size);
-    int failed = buffer ? 0 : NO_MEMORY;
+/* How many heads are packed together. */
+static int64_t heads_together(const struct heart_attention *a) {
+    int64_t together = a->threads > 1 ? PACK_BYTES / (packed_size(a) * 4) : 1;
+    return least(together < 1 ? 1 : together, a->batch * a->heads);
+}
+
+/* Bytes that heart_attention wants as its buffer; the caller keeps it, because fresh pages cost more than packing. */
+int64_t heart_attention_bytes(const struct heart_attention *a) { return heads_together(a) * packed_size(a) * 4; }
+
+/* 0, or 1 if there is no memory; the buffer must begin at a multiple of 64. */
+int heart_attention(const struct heart_attention *a, float *buffer) {
+    int64_t all = a->batch * a->heads, together = heads_together(a);
+    int failed = 0;
     for (int64_t first = 0; first < all && !failed; first += together)
         failed = run_heads(a, first, least(first + together, all), buffer);
-    free(buffer);
     return failed;
 }
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
+import threading
+from collections.abc import Iterator
 from ctypes import c_double, c_int64, c_void_p
 from typing import Any
 
@@ -16,6 +19,9 @@ from . import build
 from .plan import Plan, make_plan
 
 _PROCESS = os.getpid()
+KEEP_BYTES = 48 << 20  # of scratch space, between calls
+_kept: dict[str, Tensor] = {}
+_kept_lock = threading.Lock()
 TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -65,9 +71,7 @@ class Cpu:
         q, k, v = _rows(q), _rows(k), _rows(v)
         result = torch.empty_like(q) if out is None else out  # keeps the layout of a transposed view
         target = _rows(result, copy=False)
-        failed = build.load().heart_attention(ctypes.byref(_arguments(plan, q, k, v, target, scale)))
-        if failed:
-            raise MemoryError(f"no memory for the keys and values of one head of {k.shape[2]} tokens in fp32")
+        _call(_arguments(plan, q, k, v, target, scale))
         if target is not result:
             result.copy_(target)
         return result
@@ -101,6 +105,37 @@ def _arguments(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: 
         *(_pointer(x) for x in (plan.row_ptr, plan.cols, plan.q_starts, plan.k_starts, plan.q_perm, plan.k_perm)),
         own_starts, own_perm, 1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, threads(),
     )  # fmt: skip
+
+
+def _call(arguments: _Arguments) -> None:
+    library = _library()
+    size = library.heart_attention_bytes(ctypes.byref(arguments))
+    with _buffer(size) as buffer:
+        if library.heart_attention(ctypes.byref(arguments), buffer.data_ptr()):
+            raise MemoryError("no memory for the scratch space of the kernel cpu")
+
+
+def _library() -> ctypes.CDLL:
+    library = build.load()
+    library.heart_attention_bytes.restype = c_int64
+    library.heart_attention.argtypes = (c_void_p, c_void_p)
+    return library
+
+
+@contextlib.contextmanager
+def _buffer(size: int) -> Iterator[Tensor]:
+    """Scratch space for packed keys and values, kept for the next call unless another thread has it."""
+    mine = _kept_lock.acquire(blocking=False)
+    try:
+        buffer = _kept.get("buffer") if mine else None
+        if buffer is None or buffer.nbytes < size:
+            buffer = torch.empty(size, dtype=torch.uint8)  # torch aligns to 64 bytes
+            if mine and size <= KEEP_BYTES:
+                _kept["buffer"] = buffer
+        yield buffer
+    finally:
+        if mine:
+            _kept_lock.release()
 
 
 def _pointer(x: Tensor | None) -> int | None:
