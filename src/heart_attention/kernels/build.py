@@ -63,14 +63,21 @@ def _load() -> ctypes.CDLL:
     compiler = _compiler()
     path = cache_dir() / f"kernels-{_key(compiler)}.so"
     if not path.exists():
-        with locked(path.with_suffix(".lock")):
-            if not path.exists():  # another process may have built it while this one waited
-                _build(compiler, path)
+        _build_once(compiler, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        path.unlink(missing_ok=True)  # damaged: the next process builds it again
-        raise BuildError(f"the compiled kernels cannot be loaded ({error})") from None
+        log.warning("the compiled kernels %s cannot be loaded (%s); building them again", path, error)
+        path.unlink(missing_ok=True)
+    _build_once(compiler, path)
+    return ctypes.CDLL(str(path))
+
+
+def _build_once(compiler: list[str], path: Path) -> None:
+    """Build unless another process did while this one waited for the lock."""
+    with locked(path.with_suffix(".lock")):
+        if not path.exists():
+            _build(compiler, path)
 
 
 def _compiler() -> list[str]:

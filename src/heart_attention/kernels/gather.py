@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -44,11 +45,11 @@ def _run_head(plan: Plan, b: int, h: int, q: Tensor, k: Tensor, v: Tensor, out: 
     q_perm, k_perm = plan.permutation("q", b, h), plan.permutation("k", b, h)
     keys, values = (_sorted(x, k_perm, plan.n_k) for x in (k, v))  # [Nk, D] in sorted order
     k_starts, q_starts = plan.boundaries("k", b, h).tolist(), plan.boundaries("q", b, h).tolist()
-    rows, cols = plan.row_ptr[b, h].tolist(), None
+    rows = plan.row_ptr[b, h].tolist()
     cols = plan.cols[rows[0] : rows[-1]].tolist()
     queries = _sorted(q, q_perm, plan.n_q)
     result = torch.empty_like(queries) if q_perm is not None else out[: plan.n_q]
-    for i, (start, end) in enumerate(zip(q_starts, q_starts[1:])):
+    for i, (start, end) in enumerate(itertools.pairwise(q_starts)):
         if start == end:
             continue
         kept = cols[rows[i] - rows[0] : rows[i + 1] - rows[0]]
