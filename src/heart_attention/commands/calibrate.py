@@ -83,22 +83,34 @@ def _register_calibrate(commands) -> None:
 
 
 class Progress:
-    """A bar a stage on standard error, with the time left; plain lines where that is no terminal."""
+    """How far each stage is and the time left: a bar on a terminal, a line at every tenth elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Any = None) -> None:
+        self.file = sys.stderr if file is None else file
         self.bar: Any = None
-        self.stage = ""
+        self.stage, self.tenth = "", -1
 
     def __call__(self, stage: str, done: int, total: int, left: float | None) -> None:
+        rest = "" if left is None or done >= total else f"{clock(left)} left"
+        if stage != self.stage:
+            self.close()
+            self.stage, self.tenth = stage, -1
+        if self.file.isatty():
+            self._draw(stage, done, total, rest)
+        elif (tenth := 10 if done >= total else 10 * done // total) > self.tenth:
+            self.tenth = tenth
+            print(f"{stage}: {done}/{total}, {10 * tenth}%{rest and ', ' + rest}", file=self.file, flush=True)
+
+    def _draw(self, stage: str, done: int, total: int, rest: str) -> None:
         from tqdm import tqdm
 
-        if stage != self.stage or (self.bar is not None and self.bar.total != total):
+        if self.bar is None or self.bar.total != total:
             self.close()
-            form = "{desc:<28} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-            self.bar = tqdm(total=total, desc=stage, initial=done, file=sys.stderr, bar_format=form)
             self.stage = stage
+            form = "{desc:<28} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+            self.bar = tqdm(total=total, desc=stage, initial=done, file=self.file, bar_format=form)
         self.bar.n = done
-        self.bar.set_postfix_str("" if left is None else f"{clock(left)} left", refresh=False)
+        self.bar.set_postfix_str(rest, refresh=False)
         self.bar.refresh()
 
     def close(self) -> None:
