@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import predict as native
+from ..masks import Text
 
 TOLERANCE = 1e-4  # a head stops once no centroid moves further than this
-CHUNK_FLOATS = 4 << 20  # entries of a distance matrix that exist at once
+CHUNK_FLOATS = 1 << 20  # entries of a distance matrix that exist at once
 
 
 class Clusters(NamedTuple):
@@ -53,7 +54,7 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]
 
 def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
     """k-means of x [N, D] from centroids [C, D], at most `iters` iterations, in fp32."""
-    x, centroids = x.float().contiguous(), init.float()
+    x, centroids = x.float(), init.float()
     iterations, shift = 0, math.inf
     while iterations < iters and not shift < TOLERANCE:
         labels = assign(x, centroids)
@@ -64,15 +65,40 @@ def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
     return Clusters(labels, centroids, sizes, iterations)
 
 
-def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int) -> list[Clusters]:
-    """`lloyd` of some heads alike in shape; a GPU takes them together, a CPU in turn, with the same result."""
-    from ..kernels import triton_predict
+def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | None = None) -> list[Clusters]:
+    """`lloyd` of the video tokens of some heads alike in shape; a GPU takes them together, a CPU in turn.
 
-    if x and triton_predict.serves(x[0][None, None], "k-means"):
-        found = triton_predict.kmeans(torch.stack(x)[None], torch.stack(init)[None], iters)
-        parts = (found.labels[0].long(), found.centroids[0], found.sizes[0], found.iterations[0].tolist())
-        return [Clusters(*head) for head in zip(*parts)]
-    return [lloyd(one, start, iters) for one, start in zip(x, init)]
+    On a CPU one space serves all heads that must be converted: blocks of this size, freed and asked for again
+    between small ones that stay, would leave holes in the process's memory.
+    """
+    if x and x[0].device.type != "cpu":
+        from ..kernels import triton_predict
+
+        if triton_predict.serves(x[0][None, None], "k-means"):
+            stacked = torch.stack([video_tokens(one, text) for one in x])[None]
+            found = triton_predict.kmeans(stacked, torch.stack(init)[None], iters)
+            parts = (found.labels[0].long(), found.centroids[0], found.sizes[0], found.iterations[0].tolist())
+            return [Clusters(*head) for head in zip(*parts)]
+    space = None
+    clusters = []
+    for one, start in zip(x, init):
+        if text is not None or one.dtype != torch.float32:
+            space = video_tokens(one, text, space)
+            one = space
+        clusters.append(lloyd(one, start, iters))
+    return clusters
+
+
+def video_tokens(x: Tensor, text: Text | None, space: Tensor | None = None) -> Tensor:
+    """The tokens of x [N, D] that are not text, as fp32, written into `space` if given."""
+    n = x.shape[0] if text is None else text.video_count(x.shape[0])
+    if space is None:
+        space = torch.empty(n, x.shape[1], dtype=torch.float32, device=x.device)
+    before = n if text is None else text.start
+    space[:before].copy_(x[:before])
+    if text is not None:
+        space[before:].copy_(x[text.end :])
+    return space
 
 
 def random_tokens(n: int, count: int, *key: object) -> Tensor:

@@ -171,27 +171,27 @@ class SVG2(Settings):
         self, x: Tensor, side: int, places: list[tuple], state: ClusterState | None, text: Text | None, key: tuple
     ) -> list[Clusters]:
         """Clusters of one batch item's queries (side 0) or keys (side 1), x [H, N, D]: the video tokens alone."""
-        video = None if text is None else text.video_index(x.shape[1], x.device)
         count = (self.q_clusters, self.k_clusters)[side]
-        self._check_counts(x.shape[1] if video is None else len(video), count)
-        heads = list(x) if video is None else [head.index_select(0, video) for head in x]
-        known: list[Any] = [
-            state.centroids.get(place, (None, None))[side] if state is not None else None for place in places
-        ]
+        self._check_counts(x.shape[1] if text is None else text.video_count(x.shape[1]), count)
+        known: list[Any] = [state.centroids.get(at, (None, None))[side] if state is not None else None for at in places]
         warm = [old is not None and old.shape == (count, x.shape[-1]) for old in known]
-        found: list[Any] = [None] * len(heads)
+        found: list[Any] = [None] * len(places)
         for is_warm, iters in ((False, self.init_iters), (True, self.step_iters)):
-            group = [h for h in range(len(heads)) if warm[h] == is_warm]
-            start = [
-                known[h] if is_warm else self._random_centroids(heads[h], count, places[h], side, key) for h in group
-            ]
-            for h, clusters in zip(group, lloyd_heads([heads[h] for h in group], start, iters)):
-                found[h] = clusters
+            group = [h for h in range(len(places)) if warm[h] == is_warm]
+            if not is_warm:
+                for h in group:
+                    known[h] = self._random_centroids(x[h], count, text, (*key, places[h][1], "qk"[side]))
+            clusters = lloyd_heads([x[h] for h in group], [known[h] for h in group], iters, text)
+            for h, one in zip(group, clusters):
+                found[h] = one
         return found
 
-    def _random_centroids(self, x: Tensor, count: int, place: tuple, side: int, key: tuple) -> Tensor:
-        """Random tokens of one head [N, D] as centroids [C, D]; the batch item plays no part in the draw."""
-        chosen = random_tokens(x.shape[0], count, self.seed, key[0], place[1], key[1], "qk"[side])
+    def _random_centroids(self, x: Tensor, count: int, text: Text | None, key: tuple) -> Tensor:
+        """Random video tokens of one head [N, D] as centroids [C, D]; the batch item plays no part in the draw."""
+        n = x.shape[0] if text is None else text.video_count(x.shape[0])
+        chosen = random_tokens(n, count, self.seed, *key)
+        if text is not None:  # from the count among video tokens to the place in the sequence
+            chosen = torch.where(chosen < text.start, chosen, chosen + text.prompt + text.unused)
         return x.index_select(0, chosen.to(x.device))
 
     def _check_counts(self, tokens: int, clusters: int) -> None:
