@@ -13,9 +13,9 @@ INLINE int take_rows(int64_t n) {
     return (int)n;
 }
 
-/* scores[r][lane] = key row r . query lane, for the rows that begin at keys + at[r]. */
-INLINE void scores_rows(int rows, int vectors, const float *queries, const float *keys, const int32_t *at,
-                        int64_t dim, float *scores, vec *top) {
+/* Adds key row r . query lane to scores[r][lane] for dimensions [first, last); rows begin at keys + at[r]. */
+INLINE void scores_rows_part(int rows, int vectors, const float *queries, const float *keys, const int32_t *at,
+                             int64_t dim, int64_t first, int64_t last, float *scores, vec *top) {
     vec sum[6][2];
     const float *key[6];
 #pragma GCC unroll 6
@@ -23,8 +23,8 @@ INLINE void scores_rows(int rows, int vectors, const float *queries, const float
         key[r] = keys + at[r];
         sum[r][0] = sum[r][1] = (vec){0};
     }
-    for (int64_t line = 0; line < dim; line += 16) {
-        int64_t end = line + 16 < dim ? line + 16 : dim;
+    for (int64_t line = first; line < last; line += 16) {
+        int64_t end = line + 16 < last ? line + 16 : last;
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) __builtin_prefetch(key[r] + 6 * dim + line); /* the rows that come next */
 #pragma GCC unroll 2
@@ -44,9 +44,22 @@ INLINE void scores_rows(int rows, int vectors, const float *queries, const float
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int j = 0; j < vectors; j++) {
-            store(scores + (r * vectors + j) * VL, sum[r][j]);
-            top[j] = vmax(sum[r][j], top[j]);
+            float *to = scores + (r * vectors + j) * VL;
+            if (first) sum[r][j] += load(to);
+            store(to, sum[r][j]);
+            if (last == dim) top[j] = vmax(sum[r][j], top[j]);
         }
+}
+
+/* Long rows in parts, because the rounding error of one long sum grows with its length. */
+INLINE void scores_rows(int rows, int vectors, const float *queries, const float *keys, const int32_t *at, int64_t dim,
+                        float *scores, vec *top) {
+    int64_t first = 0;
+    do {
+        int64_t last = first + 128 < dim ? first + 128 : dim;
+        scores_rows_part(rows, vectors, queries, keys, at, dim, first, last, scores, top);
+        first = last;
+    } while (first < dim);
 }
 
 /* Scores of n keys for one panel of queries, [n][vectors VL], and their maximum in each lane. */

@@ -1,0 +1,101 @@
+"""Building the C kernels: never an error for the user, safe when processes start together."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from heart_attention import kernels
+from heart_attention.kernels import build
+from heart_attention.masks import BlockMask
+
+compiler = pytest.mark.skipif(not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler")
+USE = """
+import torch
+from heart_attention import kernels
+from heart_attention.masks import BlockMask
+q = torch.ones(1, 1, 40, 8)
+print(kernels.available()["cpu"])
+print(float(kernels.run(kernels.plan("auto", BlockMask.full(1, 1, 40, 16)), q, q, q).mean()))
+"""
+
+
+def start(cache, **extra):
+    env = {**os.environ, "HEART_CACHE": str(cache), "OMP_NUM_THREADS": "1", **extra}
+    return subprocess.Popen([sys.executable, "-c", USE], env=env, stdout=subprocess.PIPE, text=True)
+
+
+@compiler
+def test_two_processes_at_once_build_one_library(tmp_path):
+    processes = [start(tmp_path), start(tmp_path)]
+    for process in processes:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and out.split("\n")[:2] == ["[]", "1.0"]
+    assert len(list(tmp_path.glob("kernels-*.so"))) == 1
+    assert not list(tmp_path.glob(".build-*"))
+
+
+@pytest.mark.parametrize(
+    "extra, reason",
+    [({"HEART_NO_COMPILER": "1"}, "HEART_NO_COMPILER is set"), ({"CC": "/no/such/cc"}, "'/no/such/cc', which is not")],
+)
+def test_without_compiler_the_portable_kernel_serves(monkeypatch, tmp_path, extra, reason):
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
+    for name, value in extra.items():
+        monkeypatch.setenv(name, value)
+    assert reason in kernels.available()["cpu"][0]
+    plan = kernels.plan("auto", BlockMask.full(1, 1, 40, 16))
+    q = torch.ones(1, 1, 40, 8)
+    assert plan.kernel == "gather" and torch.allclose(kernels.run(plan, q, q, q), q)
+
+
+def fake_compiler(folder, body):
+    path = folder / "fakecc"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_compiler_that_fails_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, "echo 'no licence' >&2; exit 3"))
+    with pytest.raises(build.BuildError, match="does not compile the C kernels \\(no licence\\)"):
+        build.load()
+
+
+@compiler
+def test_compiler_without_openmp_and_native_still_builds(monkeypatch, tmp_path):
+    real = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    refuse = f'case "$*" in *-fopenmp*|*-march*) exit 1;; esac; exec {real} "$@"'
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, refuse))
+    assert build.load().heart_has_openmp() == 0
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 70, 20, generator=generator) for _ in range(3))
+    mask = BlockMask.full(1, 2, 70, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert (kernels.run(kernels.plan("cpu", mask), q, k, v) - expected).abs().max() < 2e-6
+
+
+@compiler
+def test_damaged_library_is_built_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
+    path = tmp_path / f"kernels-{build._key(build._compiler())}.so"
+    path.write_bytes(b"not a library")
+    assert build.load().heart_vector_floats() in (4, 8, 16)
+
+
+@compiler
+def test_forked_child_works(monkeypatch):
+    """OpenMP's threads do not survive a fork: the child must compute with one thread and not wait for ever."""
+    script = (
+        "import os, torch; torch.set_num_threads(2)\n" + USE.replace("print(kernels", "(kernels") + "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    kernels.run(kernels.plan('cpu', BlockMask.full(1, 1, 40, 16)), q, q, q)\n"
+        "    os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300, stdout=subprocess.DEVNULL)

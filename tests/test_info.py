@@ -1,0 +1,50 @@
+"""`heart info`: right data, readable text, honest when there is no compiler."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from heart_attention import __version__, kernels
+from heart_attention.commands import info
+
+
+@pytest.fixture
+def parser():
+    parser = argparse.ArgumentParser()
+    info.register(parser.add_subparsers(required=True))
+    return parser
+
+
+def test_json_names_versions_machine_and_every_kernel(parser, capsys):
+    args = parser.parse_args(["info", "--json"])
+    assert args.func(args) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["heart-attention"] == __version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads() and facts["cores"] >= 1
+    assert list(facts["kernels"]) == kernels.names()
+    for state in facts["kernels"].values():
+        assert state["serves"] == (state["reasons"] == [])
+    assert facts["kernels"]["gather"]["serves"] and facts["kernels"]["eager"]["serves"]
+
+
+def test_text_says_the_same(parser, capsys):
+    args = parser.parse_args(["info"])
+    assert args.func(args) == 0
+    text = capsys.readouterr().out.split("kernels, in the order")[1]
+    for name, reasons in kernels.available().items():
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{name} "))
+        assert ("serves" in line) == (not reasons)
+        assert all(reason in line for reason in reasons)
+
+
+def test_without_compiler_it_says_why(parser, capsys, monkeypatch):
+    monkeypatch.setenv("HEART_NO_COMPILER", "1")
+    args = parser.parse_args(["info"])
+    assert args.func(args) == 0
+    text = capsys.readouterr().out
+    assert "not built: HEART_NO_COMPILER is set" in text
+    cpu = next(line for line in text.splitlines() if line.strip().startswith("cpu "))
+    assert "HEART_NO_COMPILER" in cpu
