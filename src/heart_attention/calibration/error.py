@@ -56,8 +56,13 @@ def _pair(velocity: Any, reference: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _along(x: torch.Tensor, matrix: torch.Tensor, axis: int) -> torch.Tensor:
-    """Multiply `axis` of x by matrixᵀ: [..., n, ...] -> [..., columns of matrix, ...]."""
-    return torch.movedim(torch.movedim(x, axis, -1) @ matrix.to(x), -1, axis)
+    """Multiply `axis` (2, 3 or 4) of x by matrixᵀ: [..., n, ...] -> [..., columns of matrix, ...]."""
+    matrix = matrix.to(x)
+    if axis == 4:
+        return x @ matrix
+    if axis == 3:
+        return matrix.T @ x
+    return (matrix.T @ x.flatten(3)).unflatten(3, x.shape[3:])
 
 
 def _energy(x: torch.Tensor) -> float:
