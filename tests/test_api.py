@@ -430,3 +430,14 @@ def test_attention_refuses_nonsense():
     refuses("layer 7", heart.attention, q, q, q, (7, 0, "c"), state)
     refuses("state is NoneType", heart.attention, q, q, q, (0, 0, "c"), None)
     refuses("q has shape", heart.attention, torch.randn(1, 9, 16, 12), q, q, (0, 0, "c"), state)
+
+
+def test_recording_an_enabled_pipeline_sees_every_call_and_changes_nothing():
+    pipe = pipeline()
+    with heart.enabled(pipe, config()):
+        before = generate(pipe)
+        with heart.record(pipe) as r:
+            assert torch.equal(generate(pipe), before)
+            assert heart.stats(pipe)["generations"] == 2
+        assert len(r) == 6 * 2 * LAYERS  # warm-up steps too
+        assert torch.equal(generate(pipe), before)

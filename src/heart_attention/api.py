@@ -75,7 +75,7 @@ def disable(model: Any) -> None:
         raise HeartError(f"HEART is not enabled on this {type(model).__name__}: there is nothing to disable")
     for attachment in found:
         attachment.detach()
-        attachment.handler.reset()
+        _engine(attachment).reset()  # type: ignore[union-attr]
 
 
 def stats(model: Any, wait: bool = False) -> Stats:
@@ -88,7 +88,7 @@ def stats(model: Any, wait: bool = False) -> Stats:
     found = _attachments(model)
     if not found:
         raise HeartError(f"HEART is not enabled on this {type(model).__name__}: call heart.enable(...) before it runs")
-    return found[0].handler.stats(wait)
+    return _engine(found[0]).stats(wait)  # type: ignore[union-attr]
 
 
 def record(model: Any, **options: Any) -> Any:
@@ -179,7 +179,14 @@ def _attachments(model: Any) -> list[Any]:
     from .models import intercept
 
     found = [intercept.attachment_of(t) for t in _transformers(model) if hasattr(t, "__dict__")]
-    return [a for a in found if a is not None and isinstance(a.handler, Engine)]
+    return [a for a in found if a is not None and _engine(a) is not None]
+
+
+def _engine(attachment: Any) -> Engine | None:
+    """The engine behind an attachment, also while a recording stands in front of it."""
+    handler = attachment.handler
+    handler = handler if isinstance(handler, Engine) else getattr(handler, "inner", None)
+    return handler if isinstance(handler, Engine) else None
 
 
 def _shape(family: Any, transformer: Any) -> tuple[int, int]:

@@ -309,10 +309,9 @@ class Engine:
         parts, index = self._predict(call, state)
         state.cached |= call.refresh
         if parts is not None:
-            whole = (
-                state.packed.unpack() if state.packed is not None else _full_like(parts, *call.q.shape[:2], call.text)
-            )
-            mask = whole.put(index, parts) if not bool(index.all()) else _reshape(parts, call.q.shape[0])
+            batch, heads = call.q.shape[:2]
+            whole = state.packed.unpack() if state.packed is not None else _full_like(parts, batch, heads, call.text)
+            mask = whole.put(index, parts) if not bool(index.all()) else _reshape(parts, batch)
             state.packed, state.plan = mask.packed(), None
             state.density = mask.density().cpu()
             self._choose_kernel(call, mask)

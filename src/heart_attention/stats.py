@@ -48,11 +48,16 @@ class Laps:
                 self.marks[-1][1].synchronize()
             elif not self.marks[-1][1].query():
                 return None
+        if len(self.marks) == 2 and not self.cuda:  # the commonest case, quickly
+            return {self.marks[1][0]: self.marks[1][1] - self.marks[0][1]}
         spent: dict[str, float] = {}
         for (_, before), (part, after) in zip(self.marks, self.marks[1:]):
             gone = before.elapsed_time(after) / 1e3 if self.cuda else after - before
             spent[part] = spent.get(part, 0.0) + gone
         return spent
+
+
+DONE = Laps()
 
 
 @dataclass(slots=True)
@@ -151,14 +156,18 @@ class Recorder:
             self.rows.clear()
             self.settle()
         self.rows.append(row)
-        for sums in self._sums(row):
-            sums.add(row)
-        if row.reason:
-            self.reasons[row.reason] += 1
+        seconds = None
         if row.laps.cuda:
             self._pending.append(row)
         else:
-            self._add_time(row, row.laps.seconds())
+            seconds = row.laps.seconds()
+            row.laps = DONE  # the marks are not needed any more
+        for sums in self._sums(row):
+            sums.add(row)
+            if seconds is not None:
+                sums.add_time(seconds)
+        if row.reason:
+            self.reasons[row.reason] += 1
 
     def settle(self, wait: bool = False) -> None:
         """Take in GPU times that have become known; wait for all of them if asked."""
@@ -167,8 +176,9 @@ class Recorder:
             seconds = row.laps.seconds(wait)
             if seconds is None:
                 waiting.append(row)
-            else:
-                self._add_time(row, seconds)
+                continue
+            for sums in self._sums(row):
+                sums.add_time(seconds)
         self._pending = waiting
 
     def _sums(self, row: Row) -> tuple[Sums, Sums, Sums]:
@@ -179,10 +189,6 @@ class Recorder:
         if step is None:
             step = self.by_step[row.step] = Sums()
         return self.total, layer, step
-
-    def _add_time(self, row: Row, seconds: dict[str, float] | None) -> None:
-        for sums in self._sums(row):
-            sums.add_time(seconds or {})
 
     def summary(self, config: Any = None, memory: dict[str, int] | None = None, wait: bool = False) -> Stats:
         """All of it as data."""

@@ -116,7 +116,6 @@ class Attachment:
         self.handle = ops.handle(self)
         self.deal: list[Deal] | None = None  # by layer, which rank gets which heads
         self._where: Where | None = None
-        self._plain = getattr(handler, "plain", None)
         self._tokens = 0
         self._said: set[str] = set()
         self._layers = [
@@ -172,7 +171,7 @@ class Attachment:
     ) -> torch.Tensor:
         """One call of a layer; q, k, v [B, H, N, D]."""
         where = self._at(layer)
-        for name, value in at.items():
+        for name, value in at.items():  # empty but under context parallelism
             setattr(where, name, value)
         reason = self._reason_not(where, q, k, dense)
         if reason is not None:
@@ -182,13 +181,11 @@ class Attachment:
 
     def plain(self, layer: Layer, cuda: bool) -> Callable[[], None] | None:
         """What to call after this call ran dense unseen, if the handler wants that."""
-        if self._plain is None or self._where is None:
-            return None
-        return self._plain(self._where, layer.info.index, cuda)
+        ask = getattr(self.handler, "plain", None)
+        return None if ask is None or self._where is None else ask(self._where, layer.info.index, cuda)
 
     def _at(self, layer: Layer) -> Where:
-        where = Where() if self._where is None else copy.copy(self._where)
-        where.layer = layer.info.index
+        where = Where(layer=layer.info.index) if self._where is None else self._where.at_layer(layer.info.index)
         if self.family.item_by_item:
             where.item, layer.calls = layer.calls, layer.calls + 1
             where.text = where.text and where.text[where.item : where.item + 1]
@@ -199,7 +196,7 @@ class Attachment:
             return "attention outside a forward of the transformer"
         if dense.extra:
             return f"attention with {', '.join(k for k, v in dense.extra.items() if v)}"
-        if q.shape[1:] != k.shape[1:]:
+        if q.shape != k.shape:
             return f"keys of shape {tuple(k.shape)} for queries of {tuple(q.shape)}"
         return self.family.reason_not(self._tokens, where.text, q, dense.mask)
 
