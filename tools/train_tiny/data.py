@@ -27,11 +27,15 @@ class World:
     speed: tuple[float, float]
     glow: tuple[float, ...] = ()  # opacity of the shape as it was one, two, ... frames ago
     room: float = 1.0  # how much of the free room around its path a shape may use; 0: always through the middle
+    lead: float = 0.5  # when in the clip it passes the middle; early: it ends on the side it moves to
 
 
 SLOW = World(radius=(13.0, 18.0), speed=(3.6, 4.8))
 FAST = World(radius=(15.0, 20.0), speed=(8.0, 8.0), glow=(0.45, 0.2))
 CENTRED = World(radius=(15.0, 20.0), speed=(8.0, 8.0), glow=(0.45, 0.2), room=0.2)
+# Around the middle, a direction says nothing about place unless the time is known too, and the other way round: no
+# gradient leads to either. Outwards, "left" alone already means "rather on the left".
+OUTWARD = World(radius=(15.0, 20.0), speed=(8.0, 8.0), glow=(0.45, 0.2), room=0.2, lead=0.2)
 
 
 @dataclass
@@ -47,13 +51,13 @@ def _uniform(n: int, low, high, rng: torch.Generator) -> torch.Tensor:
     return low + (high - low) * torch.rand(n, generator=rng)
 
 
-def _centres(frames: int, size: tuple[int, int], step: torch.Tensor, radius: torch.Tensor, room: float, rng):
+def _centres(frames: int, size: tuple[int, int], step: torch.Tensor, radius: torch.Tensor, world: World, rng):
     """Straight paths [B, T, 2] that stay inside the canvas where they fit, and cross its middle where not."""
-    half = step.abs() * (frames - 1) / 2 + radius[:, None]  # [B, 2]
+    half = step.abs() * (frames - 1) * max(world.lead, 1 - world.lead) + radius[:, None]  # [B, 2]
     extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
-    slack = room * (extent / 2 - half).clamp(min=0)
+    slack = world.room * (extent / 2 - half).clamp(min=0)
     middle = extent / 2 + slack * (2 * torch.rand(len(step), 2, generator=rng) - 1)
-    time = torch.arange(frames) - (frames - 1) / 2
+    time = torch.arange(frames) - (frames - 1) * world.lead
     return middle[:, None] + time[None, :, None] * step[:, None]
 
 
@@ -89,14 +93,14 @@ def _cover(combos, centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, 
 
 
 def render(
-    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = CENTRED
+    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = OUTWARD
 ) -> torch.Tensor:
     """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
     b, (height, width) = len(combos), size
     radius = _uniform(b, *world.radius, rng)
     direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
     step = direction * _uniform(b, *world.speed, rng)[:, None]
-    centre = _centres(frames, size, step, radius, world.room, rng)  # [B, T, 2]
+    centre = _centres(frames, size, step, radius, world, rng)  # [B, T, 2]
     ground = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
     ground = (ground[:, :, None, None, None] + _speckles(b, height, width, rng)).clamp(0, 255)
     paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
@@ -112,7 +116,7 @@ def _pick(rng: torch.Generator, n: int) -> int:
     return int(torch.randint(n, (1,), generator=rng))
 
 
-def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = CENTRED) -> Batch:
+def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = OUTWARD) -> Batch:
     """The training batch of a step: the same (seed, step) always gives the same clips and captions."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]

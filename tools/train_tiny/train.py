@@ -32,13 +32,17 @@ class Phase:
     until: int
     lr: tuple[float, float]
     mix: tuple[tuple[float, Canvas], ...]
-    world: data.World = data.CENTRED
+    world: data.World = data.OUTWARD
+    shifts: tuple[float, ...] = (model.FLOW_SHIFT,)  # of the noise levels, sample by sample in turn
 
 
 # Small canvases teach what things look like; long and wide ones teach the rotary positions that small canvases
 # never reach, at a fraction of the cost of the native size, which only comes at the end.
 SMALL, CUBE, LONG, WIDE = (8, 4, 8, 8), (4, 8, 8, 8), (2, 16, 8, 8), (2, 4, 16, 16)
 SIX, MIDDLE, ROW, FIELD, NATIVE = (4, 6, 10, 10), (2, 8, 12, 12), (2, 12, 8, 8), (1, 4, 20, 20), (1, 12, 20, 20)
+DECAY_MIX = ((0.1, SMALL), (0.35, SIX), (0.35, MIDDLE), (0.08, FIELD), (0.12, NATIVE))
+LAST_MIX = ((0.2, SMALL), (0.4, SIX), (0.3, MIDDLE), (0.1, NATIVE))
+HIGH_NOISE = (model.FLOW_SHIFT, 9.0)  # what moves where is decided early in sampling
 # The first 3,600 steps knew slow shapes without afterglow: colours were learned there, directions were not.
 PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, SMALL),), data.SLOW),
@@ -46,7 +50,9 @@ PLAN = (
     Phase(3600, (3e-3, 2.5e-3), ((0.3, SMALL), (0.4, CUBE), (0.12, LONG), (0.08, WIDE), (0.1, MIDDLE)), data.SLOW),
     Phase(4500, (2.5e-3, 2.2e-3), ((0.55, SMALL), (0.25, MIDDLE), (0.1, ROW), (0.1, FIELD)), data.FAST),
     Phase(4690, (2.2e-3, 1.98e-3), ((0.3, SMALL), (0.46, MIDDLE), (0.1, ROW), (0.1, FIELD), (0.04, NATIVE)), data.FAST),
-    Phase(5600, (1.84e-3, 1e-4), ((0.1, SMALL), (0.35, SIX), (0.35, MIDDLE), (0.08, FIELD), (0.12, NATIVE))),
+    Phase(5123, (1.84e-3, 1.1e-3), DECAY_MIX, data.CENTRED),
+    Phase(5500, (1.6e-3, 1.4e-3), LAST_MIX, shifts=HIGH_NOISE),
+    Phase(5900, (1.4e-3, 1e-4), LAST_MIX, shifts=HIGH_NOISE),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
@@ -137,14 +143,15 @@ class Trainer:
         self.cross.bias = padding_bias(mask.sum(1), total, window)
         return self.text_encoder(tokens.input_ids, mask).last_hidden_state * mask[..., None]  # [B, window, TEXT_DIM]
 
-    def loss(self, canvas: Canvas, rng: torch.Generator, world: data.World = data.CENTRED) -> torch.Tensor:
+    def loss(self, canvas: Canvas, rng: torch.Generator, phase: Phase) -> torch.Tensor:
         """Flow-matching loss of one batch: predict noise minus clip at noise levels shifted as in sampling."""
         b, t, h, w = canvas
-        clips = data.batch(self.seed, self.step, b, t, (8 * h, 8 * w), world)
+        clips = data.batch(self.seed, self.step, b, t, (8 * h, 8 * w), phase.world)
         x = model.encode(clips.video, self.codec)
         # Stratified over the batch: less noise in the gradient.
         u = (torch.arange(b) + torch.rand(b, generator=rng)) / b
-        sigma = model.FLOW_SHIFT * u / (1 + (model.FLOW_SHIFT - 1) * u)
+        shift = torch.tensor([phase.shifts[(self.step + i) % len(phase.shifts)] for i in range(b)])
+        sigma = shift * u / (1 + (shift - 1) * u)
         noise = torch.randn(x.shape, generator=rng)
         s = sigma.view(-1, 1, 1, 1, 1)
         text = self._text(clips.captions, rng)
@@ -157,7 +164,7 @@ class Trainer:
         rng = torch.Generator().manual_seed((self.seed + 1) * 7_000_003 + self.step)
         weights = torch.tensor([w for w, _ in phase.mix])
         canvas = phase.mix[int(torch.multinomial(weights, 1, generator=rng))][1]
-        loss = self.loss(canvas, rng, phase.world)
+        loss = self.loss(canvas, rng, phase)
         loss.backward()
         torch.nn.utils.clip_grad_norm_([p for _, p in self.named], 1.0)
         self._set_lr(lr)
