@@ -75,10 +75,7 @@ def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | No
         from ..kernels import triton_predict
 
         if triton_predict.serves(x[0][None, None], "k-means"):
-            stacked = torch.stack([video_tokens(one, text) for one in x])[None]
-            found = triton_predict.kmeans(stacked, torch.stack(init)[None], iters)
-            parts = (found.labels[0].long(), found.centroids[0], found.sizes[0], found.iterations[0].tolist())
-            return [Clusters(*head) for head in zip(*parts)]
+            return gpu_heads(x, init, iters, text)
     space = None
     clusters = []
     for one, start in zip(x, init):
@@ -87,6 +84,16 @@ def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | No
             one = space
         clusters.append(lloyd(one, start, iters))
     return clusters
+
+
+def gpu_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | None = None) -> list[Clusters]:
+    """`lloyd_heads` by the GPU's kernels, all heads at once."""
+    from ..kernels import triton_predict
+
+    stacked = torch.stack([video_tokens(one, text) for one in x])[None]  # [1, H, N, D]
+    found = triton_predict.kmeans(stacked, torch.stack(init)[None], iters)
+    parts = (found.labels[0].long(), found.centroids[0], found.sizes[0], found.iterations[0].tolist())
+    return [Clusters(*head) for head in zip(*parts)]
 
 
 def video_tokens(x: Tensor, text: Text | None, space: Tensor | None = None) -> Tensor:
