@@ -154,7 +154,8 @@ def _from_calibration(path: Any, model: Any) -> tuple[HeartConfig, str]:
     backbone = calibration.backbone
     backbone = backbones.from_dict(backbone) if isinstance(backbone, dict) else backbone
     base, note = configs.find_preset(backbone.name, model)
-    return base.replace(backbone=backbone, thresholds=calibration), note
+    as_measured = {k: v for k, v in calibration.settings.items() if k in ("order", "scale_clusters", "dense_steps")}
+    return base.replace(backbone=backbone, thresholds=calibration, **as_measured), note
 
 
 # ---------------------------------------- finding the model

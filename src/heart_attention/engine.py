@@ -120,11 +120,16 @@ class Engine:
     # ---------------------------------------- the handler
 
     def start_forward(self, where: Where) -> None:
-        """A forward of the transformer begins: a calibration made at another size or step count says so, once."""
+        """A forward of the transformer begins: a calibration made for something else says so, once."""
         if self._told:
             return
         self._told = True
-        for sentence in self.config.thresholds.warnings_for(steps=self.steps(), grid=where.grid):
+        config = self.config
+        made = {
+            "order": config.order,
+            "backbone": config.backbone.to_dict() if hasattr(config.backbone, "to_dict") else None,
+        }
+        for sentence in config.thresholds.warnings_for(steps=self.steps(), grid=where.grid, **made):
             log.warning("%s", sentence)
             self.recorder.notes.append(sentence)
 

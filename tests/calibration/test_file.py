@@ -336,6 +336,13 @@ def test_warnings_say_what_changed():
     assert known.warnings_for(grid=(21, 30, 52), steps=50) == []
     (tokens,) = known.warnings_for(grid=(21, 45, 80))
     assert "21×30×52 video tokens (832×480, 81 frames)" in tokens and "21×45×80" in tokens
+    assert made(settings={"order": "tiles"}).warnings_for(order="tiles", backbone=XAttention().to_dict()) == []
+    (order,) = made(settings={"order": "tiles"}).warnings_for(order="raster")
+    assert "token order 'tiles', used in 'raster'" in order
+    (backbone,) = c.warnings_for(backbone=XAttention(block=64).to_dict())
+    assert "block 128, used 64" in backbone
+    (backbone,) = c.warnings_for(backbone=SVG2().to_dict())
+    assert "name xattention, used svg2" in backbone
 
 
 # ---------------------------------------- other thresholds
@@ -402,6 +409,19 @@ def test_use_at_another_size_is_told_once(caplog):
             model(**inputs)
             assert sum("video tokens" in r.message for r in caplog.records) == told
             assert ("used at 2×4×4" in str(heart.stats(model))) == bool(told)
+
+
+def test_a_file_brings_what_it_was_measured_with(tmp_path):
+    import heart_attention as heart
+    from heart_attention import api
+
+    model = WanTransformer3DModel(**WAN).eval()
+    settings_ = {"order": "tiles", "scale_clusters": False, "dense_steps": 3, "strata": "paper"}
+    path = made(model, settings=settings_, backbone=XAttention(block=64).to_dict()).save(tmp_path / "a.heart.json")
+    config, _ = api.resolve(str(path), model)
+    assert (config.order, config.dense_steps, config.backbone.block) == ("tiles", 3, 64)
+    with heart.enabled(model, str(path)):
+        assert heart.stats(model) is not None
 
 
 def test_a_pipeline_tells_its_steps():

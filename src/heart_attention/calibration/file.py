@@ -307,6 +307,8 @@ class Calibration:
         width: int | None = None,
         frames: int | None = None,
         grid: Sequence[int] | None = None,
+        order: str | None = None,
+        backbone: dict[str, Any] | None = None,
     ) -> list[str]:
         """What differs from the generations this was measured on, one sentence each; empty if nothing does.
 
@@ -330,6 +332,13 @@ class Calibration:
                 f"calibrated with {self.steps} steps, used with {steps}: thresholds carry over, errors were "
                 "measured on the other schedule"
             )
+        was = self.settings.get("order")
+        if order is not None and isinstance(was, str) and order != was:
+            out.append(f"calibrated in token order {was!r}, used in {order!r}: set order={was!r} or calibrate again")
+        if backbone is not None and backbone != self.backbone:
+            mine, now = ({k: d.get(k) for k in {**self.backbone, **backbone}} for d in (self.backbone, backbone))
+            told = ", ".join(f"{k} {mine[k]}, used {now[k]}" for k in mine if mine[k] != now[k])
+            out.append(f"calibrated for another backbone ({told}): use the calibration's, or calibrate again")
         return out
 
     # ------------------------------ other thresholds from the same tables

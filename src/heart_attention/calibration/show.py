@@ -205,6 +205,7 @@ def _by_matplotlib(c: Calibration, path: Path) -> None:
     figure.colorbar(image, ax=grid, label="threshold τ")
     found = counts(c)
     bars.bar([f"{t:g}" for t in found], list(found.values()), color="#3b528b")
+    bars.yaxis.get_major_locator().set_params(integer=True)
     bars.set_xlabel("τ")
     bars.set_ylabel("heads")
     bars.tick_params(axis="x", rotation=90 if len(found) > 4 else 0)
