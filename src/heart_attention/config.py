@@ -18,6 +18,7 @@ from .backbones import SVG2, XAttention
 from .errors import HeartError
 from .files import read_json, write_json
 from .reuse import POLICIES, TMR, Policy
+from .tiny import NATIVE
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +276,7 @@ def _presets() -> dict[str, Preset]:
         ("wan2.1-14b", "wan2.1-14b", wan, (832, 480, 81)),
         ("wan2.2-a14b", "wan2.2-a14b", wan, (832, 480, 81)),
         ("hunyuanvideo-13b", "hunyuanvideo-13b", hunyuan, (720, 480, 129)),
-        ("tiny", "tiny", small, (128, 128, 15)),
+        ("tiny", "tiny", small, (NATIVE["width"], NATIVE["height"], NATIVE["num_frames"])),
     )
     made = {}
     for name, model, configs, size in rows:
