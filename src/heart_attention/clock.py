@@ -55,6 +55,26 @@ class Where:
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
     state: dict[str, Any] = field(default_factory=dict, repr=False)  # free for handlers, shared by one forward
 
+    def at_layer(self, layer: int) -> Where:
+        """The same place, at a layer of this forward. (`copy.copy` takes eight times as long.)"""
+        return Where(
+            self.transformer,
+            layer,
+            self.layers,
+            self.step,
+            self.branch,
+            self.generation,
+            self.timestep,
+            self.grid,
+            self.text,
+            self.item,
+            self.head_offset,
+            self.heads_total,
+            self.heads,
+            self.all_reduce,
+            self.state,
+        )
+
 
 @dataclass(slots=True, frozen=True)
 class Moment:

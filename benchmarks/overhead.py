@@ -1,0 +1,130 @@
+"""What it costs to have HEART enabled where every head is dense: microseconds a call, and how heads balance.
+
+python benchmarks/overhead.py                         # cost of passing through
+python benchmarks/overhead.py --balance F.heart.json  # heads dealt to ranks by a calibration's densities
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+ROUNDS, SLICE = 3000, 4  # calls are timed a few at a time, so that some slices go undisturbed
+
+
+def _model() -> torch.nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=8,
+        freq_dim=16,
+        ffn_dim=16,
+        num_layers=2,
+        rope_max_seq_len=32,
+    ).eval()
+
+
+def _time(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(SLICE):
+        run()
+    return (time.perf_counter() - start) / SLICE
+
+
+def _calls(q: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """One attention call of a model without HEART, with a handler that does nothing, and with the engine."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    import heart_attention as heart
+    from heart_attention.models.intercept import attach
+    from heart_attention.models.processors import dispatch
+    from heart_attention.record import Recorder
+
+    bare, engine = _model(), _model()
+    attach(bare, Recorder(lambda where: False, "cpu", None, False))
+    heart.enable(engine, heart.HeartConfig(backbone=heart.XAttention(), thresholds=1.0))
+    options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "parallel_config": None}
+    calls = {"plain": lambda: dispatch_attention_fn(q, q, q, backend=None, **options)}
+    for name, model in (("interception", bare), ("heart", engine)):
+        text = torch.zeros(1, 2, 8)
+        model(torch.zeros(1, 4, 2, 4, 4), torch.tensor([500.0]), text)  # a forward to be in
+        tag = model.blocks[1].attn1.processor._attention_backend
+        calls[name] = lambda tag=tag, model=model: dispatch(q, q, q, backend=tag, **options)
+    return calls
+
+
+@torch.no_grad()
+def passing_through() -> dict[str, float]:
+    """Microseconds an attention call takes without HEART, and what is added with every head dense; best of many."""
+    calls = _calls(torch.randn(1, 8, 2, 16))
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(ROUNDS):  # interleaved: the machine's mood is the same for all
+        for name, call in calls.items():
+            best[name] = min(best[name], _time(call))
+    added = {name: (best[name] - best["plain"]) * 1e6 for name in ("interception", "heart")}
+    return {"without HEART": best["plain"] * 1e6, **{f"added by {name}": cost for name, cost in added.items()}}
+
+
+def balance(densities: list[list[float]], ranks: int) -> dict[str, float]:
+    """The slowest rank's time over the mean, layer by layer: heads in order, and dealt by cost."""
+    from heart_attention.models.parallel import deal_heads, imbalance, split_heads
+
+    in_order = [imbalance(row, split_heads(len(row), ranks)) for row in densities]
+    dealt = [imbalance(row, deal_heads(row, ranks)) for row in densities]
+    weights = [sum(row) for row in densities]
+    total = sum(weights)
+    return {
+        "in order": sum(i * w for i, w in zip(in_order, weights)) / total,
+        "dealt": sum(d * w for d, w in zip(dealt, weights)) / total,
+        "worst layer in order": max(in_order),
+        "worst layer dealt": max(dealt),
+    }
+
+
+def _densities(path: str) -> list[list[float]]:
+    """Density of every head [L, H] at the thresholds a calibration chose."""
+    from heart_attention.calibration.file import Calibration
+
+    calibration = Calibration.load(path)
+    if calibration.choice is None:
+        raise SystemExit(f"{path} holds no thresholds yet: run `heart solve` first")
+    sparsity = torch.as_tensor(calibration.S, dtype=torch.float64)  # [L, H, K]
+    choice = torch.as_tensor(calibration.choice, dtype=torch.int64).reshape(sparsity.shape[:2])
+    return (1 - sparsity.gather(2, choice[..., None])[..., 0]).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--balance", metavar="F.heart.json", help="show the balance of ranks for this calibration")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.balance:
+        rows = _densities(args.balance)
+        sizes = [r for r in (2, 4, 8) if r <= len(rows[0])]
+        result: dict[str, Any] = {str(ranks): balance(rows, ranks) for ranks in sizes}
+        if not args.json:
+            print("slowest rank / mean (1 is even), heads in order and dealt by cost")
+            for ranks, found in result.items():
+                print(f"{ranks} ranks: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items()))
+            return
+    else:
+        result = passing_through()
+        if not args.json:
+            for what, cost in result.items():
+                print(f"{what:24} {cost:6.1f} µs a call")
+            return
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
