@@ -92,9 +92,7 @@ def stats(model: Any, wait: bool = False) -> Stats:
 
 
 def record(model: Any, **options: Any) -> Any:
-    """`with heart.record(pipe) as r: pipe(...)`: q, k, v by (generation, step, branch, layer), for
-    studies.
-    """
+    """`with heart.record(pipe) as r: pipe(...)`: q, k, v by (generation, step, branch, layer), for studies."""
     from .record import record as start
 
     return start(model, **options)

@@ -204,9 +204,7 @@ def _plain_thresholds(value: Any) -> Any:
 
 
 def threshold_table(thresholds: Any, transformers: int, layers: int, heads: int) -> list[list[tuple[float, ...]]]:
-    """Thresholds of every head, [transformers][layers] rows of `heads` numbers, from any of the accepted
-    forms.
-    """
+    """Thresholds of every head, [transformers][layers] rows of `heads` numbers, from any of the accepted forms."""
     value = _freeze_thresholds(getattr(thresholds, "thresholds", thresholds))
     shape = _shape(value)
     if shape == (heads,):

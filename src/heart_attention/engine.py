@@ -31,9 +31,7 @@ EXPECTED_REFRESH = 0.3  # share of masks predicted anew, as long as a layer has 
 
 @dataclass
 class LayerState:
-    """What one (transformer, layer, branch) remembers of a generation; bool and integer tensors are on the
-    CPU.
-    """
+    """What one (transformer, layer, branch) remembers of a generation; bool and integer tensors are on the CPU."""
 
     signature: tuple
     backbone: Any
@@ -41,6 +39,7 @@ class LayerState:
     cached: Tensor  # bool [B, H]: this head has a mask
     refreshed_at: Tensor  # int64 [B, H]: step of its last refresh
     anchor: Tensor | None = None  # features of that step, [2, B, H, (n,) D]
+    norm: Tensor | None = None  # L1 norm of the anchor, fp32 [B, H], where the policy wants it
     packed: Packed | None = None
     plan: Any = None
     density: Tensor | None = None  # float64 [B, H]
@@ -111,9 +110,7 @@ class Engine:
         self._told = not hasattr(config.thresholds, "warnings_for")
 
     def set_thresholds(self, thresholds: Any) -> None:
-        """Other thresholds from now on (any form a config takes); masks made with the old ones are
-        dropped.
-        """
+        """Other thresholds from now on (any form a config takes); masks made with the old ones are dropped."""
         self._tau = threshold_table(thresholds, self.transformers, self.layers, self.heads)
         self._all_dense = [[min(row) >= 1 for row in table] for table in self._tau]
 
@@ -159,9 +156,7 @@ class Engine:
         return done
 
     def turn(self, where: Where) -> None:
-        """For callers without a clock: a step not later than a layer's and branch's last begins a
-        generation.
-        """
+        """For callers without a clock: a step not later than a layer's and branch's last begins a generation."""
         key = (where.transformer, where.layer, where.branch, where.item)
         last = self._last.get(key)
         if where.step is not None and last is not None and where.step <= last:
@@ -284,28 +279,24 @@ class Engine:
         return state
 
     def _decide(self, call: Call, state: LayerState) -> None:
-        """Drift against the anchor and the policy's decision; refreshed heads get the present as their
-        anchor.
-        """
-        policy, at = self.config.reuse, call.where
-        now = None
-        norm = None
+        """Drift against the anchor and the policy's decision; heads that refresh take the present as anchor."""
+        policy, at, now = self.config.reuse, call.where, None
         if policy.features is not None:
             seen = seen_tokens(call.text, call.q.shape[2], state.backbone, call.q.device)
             now = reuse.features(call.q, call.k, policy.features, seen)
-            if state.anchor is None:
-                call.drift = torch.zeros(state.cached.shape)
-                norm = call.drift
-            else:
-                call.drift = reuse.drift(state.anchor, now).cpu()
-                norm = reuse.norm(state.anchor).cpu() if getattr(policy, "relative", 1) is not None else None
-        age = call.step - state.refreshed_at
+            known = state.anchor is not None
+            call.drift = reuse.drift(state.anchor, now).cpu() if known else torch.zeros(state.cached.shape)
+            if known and state.norm is None and getattr(policy, "relative", 1) is not None:
+                state.norm = reuse.norm(state.anchor).cpu()
+        age, norm = call.step - state.refreshed_at, call.drift if state.anchor is None else state.norm
         view = reuse.ReuseState(state.cached, age, at.layer, call.step, norm, at.heads_total, _reducer(call))
         call.refresh = policy.refresh(call.drift, view).cpu() | ~state.cached
-        if now is not None:
-            state.anchor = _renew(state.anchor, now, call.refresh)
-        state.refreshed_at[call.refresh] = call.step
-        call.drift = None if call.drift is None else call.drift.where(state.cached, float("nan"))
+        if call.drift is not None:
+            call.drift = call.drift.where(state.cached, float("nan"))
+        if bool(call.refresh.any()):
+            if now is not None:
+                state.anchor, state.norm = _renew(state.anchor, now, call.refresh), None
+            state.refreshed_at[call.refresh] = call.step
         call.laps.lap("drift")
 
     def _refresh(self, call: Call, state: LayerState) -> None:
@@ -323,9 +314,7 @@ class Engine:
         call.laps.lap("prediction")
 
     def _predict(self, call: Call, state: LayerState) -> tuple[Any, Tensor]:
-        """Masks of the refreshing heads with τ < 1, [1, n] in row-major order, and which they are, bool [B,
-        H].
-        """
+        """Masks of the refreshing heads with τ < 1, [1, n] in row-major order, and which they are, bool [B, H]."""
         assert call.refresh is not None
         at = call.where
         order = self._order(call, state.backbone)
@@ -352,9 +341,7 @@ class Engine:
             state.refreshed += float(call.refresh.float().mean())  # type: ignore[union-attr]
 
     def _run(self, call: Call, state: LayerState) -> Tensor:
-        """Plan if the mask is new, and compute. The output is laid out as diffusers reads it: [B, N, H,
-        D].
-        """
+        """Plan if the mask is new, and compute. The output is laid out as diffusers reads it: [B, N, H, D]."""
         assert state.packed is not None and call.refresh is not None and state.density is not None
         kernel = self._kernels[_kind(call.q, state.packed)]
         if state.plan is None:
@@ -417,18 +404,14 @@ class Engine:
         return self.overheads or worth.overheads(call.q, state.backbone, kernel)
 
     def _refresh_rate(self, state: LayerState) -> float:
-        """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at
-        first.
-        """
+        """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at first."""
         if isinstance(self.config.reuse, reuse.Always):
             return 1.0
         seen = max(state.calls - 1, 0)
         return (state.refreshed + 2 * EXPECTED_REFRESH) / (seen + 2)
 
     def _postpone(self, state: LayerState, call: Call, reason: str) -> str:
-        """Run dense and look again later, less and less often. With heads on other ranks all must look
-        together.
-        """
+        """Run dense and look again later, less and less often. With heads on other ranks all must look together."""
         state.reason = reason
         if call.where.all_reduce is None:
             state.wait, state.patience = state.patience, min(2 * state.patience, 16)
@@ -491,8 +474,6 @@ def _renew(anchor: Tensor | None, now: Tensor, refresh: Tensor) -> Tensor:
     """The anchor with refreshed heads taken from the present."""
     if anchor is None or bool(refresh.all()):
         return now
-    if not bool(refresh.any()):
-        return anchor
     chosen = refresh.to(now.device).view(1, *refresh.shape, *(1,) * (now.dim() - 3))
     return torch.where(chosen, now, anchor)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import HeartError
+from .kernels import predict as native
 
 _CHUNK = 512  # tokens widened to fp32 at a time: stays in cache, and torch sums bf16 itself ten times slower
 
@@ -31,6 +32,8 @@ def pool(x: Tensor, seen: slice | Tensor | None = None) -> Tensor:
 
         if triton_predict.serves(x, "pooling"):
             return triton_predict.pooled_means(x)
+    elif native.serves(x):
+        return native.token_means(x)
     if x.is_cuda or x.dtype in (torch.float32, torch.float64):
         return x.mean(2, dtype=torch.float32)
     total = x.new_zeros((x.shape[0], x.shape[1], x.shape[3]), dtype=torch.float32)
@@ -56,14 +59,14 @@ def features(q: Tensor, k: Tensor, kind: str, seen: slice | Tensor | None = None
 def drift(anchor: Tensor, now: Tensor) -> Tensor:
     """L1 distance of query plus key features, in fp32, averaged over tokens if they have any: -> [B, H]."""
     if anchor.dim() == 4:
-        return (now.float() - anchor.float()).abs().sum(-1).sum(0)
+        return (now.float() - anchor.float()).abs().sum((0, -1))
     parts = [(now[i].float() - anchor[i].float()).abs().sum(-1).mean(-1) for i in range(2)]
     return parts[0] + parts[1]
 
 
 def norm(anchor: Tensor) -> Tensor:
     """The anchor's own L1 norm, the scale of a relative drift: [2, B, H, (n,) D] -> [B, H]."""
-    return drift(anchor, torch.zeros((), device=anchor.device).expand_as(anchor))
+    return anchor.float().abs().sum((0, -1)) if anchor.dim() == 4 else drift(anchor, torch.zeros_like(anchor))
 
 
 def _seen(x: Tensor, seen: slice | Tensor | None) -> Tensor:
@@ -127,9 +130,7 @@ class Policy(Protocol):
     features: str | None
 
     def refresh(self, drift: Tensor | None, state: ReuseState) -> Tensor:
-        """Heads to refresh, bool [B, H]; `drift` is fp32 [B, H] against the anchor, 0 for heads without a
-        cache.
-        """
+        """Heads to refresh, bool [B, H]; `drift` is fp32 [B, H] against the anchor, 0 for heads without a cache."""
         ...
 
 

@@ -20,9 +20,7 @@ PARTS = ("drift", "prediction", "planning", "attention", "dense")
 
 
 class Laps:
-    """Time of consecutive parts of one call: perf_counter on a CPU, events on CUDA (which nobody waits
-    for).
-    """
+    """Time of consecutive parts of one call: perf_counter on a CPU, events on CUDA (which nobody waits for)."""
 
     __slots__ = ("cuda", "marks")
 

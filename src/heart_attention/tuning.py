@@ -87,9 +87,7 @@ class MaskProbe:
 
 
 def _flags(mask: Any) -> Tensor:
-    """A mask as bool [H, entries] that can be compared from step to step: blocks, or pairs of sampled
-    tokens.
-    """
+    """A mask as bool [H, entries] that can be compared from step to step: blocks, or pairs of sampled tokens."""
     if isinstance(mask, BlockMask):
         return mask.blocks[0].flatten(1)
     generator = torch.Generator().manual_seed(0)  # the same tokens at every step
@@ -114,9 +112,7 @@ class Point:
 
 
 def replay(track: Track, iou: Tensor, policy: TMR) -> tuple[int, int, float]:
-    """Temporal mask reuse on a track: (masks reused, masks in all after the first step, sum of the reused's
-    IoU).
-    """
+    """Temporal mask reuse on a track: (masks reused, masks in all after the first step, sum of the reused's IoU)."""
     heads = iou.shape[0]
     anchor, used = track.features[0].clone(), torch.zeros(heads, dtype=torch.long)
     cached = torch.ones(1, heads, dtype=torch.bool)
@@ -183,9 +179,7 @@ class Tuned:
 def tune(
     probe: MaskProbe, target: float, relative: bool = False, per_layer: bool = False, gate: tuple = (0.4, 0.8)
 ) -> Tuned:
-    """Choose δ, one for all or one a layer, such that reused masks keep an IoU of `target` with fresh
-    ones.
-    """
+    """Choose δ, one for all or one a layer, such that reused masks keep an IoU of `target` with fresh ones."""
     tracks = [t for t in probe.tracks.values() if len(t.steps) > 1]
     if not tracks:
         raise HeartError("the recording has fewer than two sparse steps: record more steps, or fewer dense ones")

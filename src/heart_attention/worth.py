@@ -49,9 +49,7 @@ class Overheads:
     drift: Line
 
     def sparse_seconds(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any) -> float:
-        """Expected time of a sparse call on q of this shape, when `refresh` of its masks are predicted
-        anew.
-        """
+        """Expected time of a sparse call on q of this shape, when `refresh` of its masks are predicted anew."""
         pairs, tokens = _pairs(shape), _tokens(shape)
         predict = self.prediction(prediction_work(backbone, shape))
         return self.drift(tokens) + self.kernel(density * pairs) + refresh * predict
@@ -66,9 +64,7 @@ class Overheads:
 
 
 def prediction_work(backbone: Any, shape: tuple[int, ...]) -> float:
-    """How prediction grows with the shape: with pairs/stride for XAttention, tokens times clusters for
-    SVG2.
-    """
+    """How prediction grows with the shape: with pairs/stride for XAttention, tokens times clusters for SVG2."""
     if hasattr(backbone, "q_clusters"):
         return _tokens(shape) * (backbone.q_clusters + backbone.k_clusters) * backbone.step_iters
     return _pairs(shape) / getattr(backbone, "stride", 1)
@@ -128,9 +124,7 @@ def _measure_and_keep(key: str, q: Tensor, backbone: Any, kernel: Any) -> Overhe
 
 @torch.no_grad()
 def measure(device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any) -> Overheads:
-    """Time dense attention, the kernel, prediction and drift at two sizes each, and draw lines through
-    them.
-    """
+    """Time dense attention, the kernel, prediction and drift at two sizes each, and draw lines through them."""
     sizes = (1024, 8192) if torch.device(device).type == "cuda" else (512, 2048)
     points = [_time_at(n, device, dtype, dim, backbone, kernel) for n in sizes]
     return Overheads(**{name: _line(points[0][name], points[1][name]) for name in points[0]})
