@@ -89,3 +89,12 @@ def test_the_gpu_road_in_the_interpreter():
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip() == "agreed", done.stderr[-2000:]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n, d", [(1, 1), (255, 24), (1000, 7)])
+def test_token_means(n, d, dtype):
+    x = torch.cat(inputs(3, n, d)).to(dtype) + 5  # [2, 2, N, D]: off centre, so that bad summation would show
+    assert (native.token_means(x) - x.double().mean(2)).abs().max() < 5e-6
+    assert torch.equal(native.token_means(x[:, :, : n // 2 + 1])[1], native.token_means(x[1:, :, : n // 2 + 1])[0])

@@ -1,6 +1,6 @@
-/* Prediction on a CPU: XAttention's block scores and the assignment step of k-means.
+/* Prediction on a CPU: XAttention's block scores, the assignment step of k-means, token means for the drift.
  *
- * Both are a matrix product whose result is used up where it is made: a softmax and block sums for the scores,
+ * The first two are a matrix product whose result is used up where it is made: a softmax and block sums for the scores,
  * a running minimum for k-means. The definitions are backbones/xattention.py and backbones/kmeans.py.
  * Operands are packed into panels: ROWS rows or COLS columns side by side, all of one k next to each other.
  */
@@ -295,5 +295,50 @@ int heart_nearest(const float *x, int64_t n, int64_t width, int64_t stride, cons
     }
     free(panels);
     free(bounds);
+    return failed;
+}
+
+/* ---- token means --------------------------------------------------------------------------------------- */
+
+#define SUM_TOKENS 256 /* tokens added up in fp32 before they join the total in fp64 */
+
+/* sums += one stretch of tokens, per number of a token. */
+INLINE void add_tokens(const tokens *x, int64_t from, int64_t to, float *sums) {
+    for (int64_t t = from; t < to; t++) {
+        prefetch(x, t + 4);
+        if (x->bf16) {
+            const uint16_t *one = (const uint16_t *)x->data + t * x->stride;
+            for (int64_t d = 0; d < x->width; d++) sums[d] += from_bf16(one[d]);
+        } else {
+            const float *one = (const float *)x->data + t * x->stride;
+            for (int64_t d = 0; d < x->width; d++) sums[d] += one[d];
+        }
+    }
+}
+
+/* Means over the tokens of each head: x[h] points to n tokens, out [heads][width]. Returns 0, or 1 without memory. */
+int heart_token_means(int64_t heads, const void *const *x, int bf16, int64_t n, int64_t width, int64_t stride,
+                      float *out, int threads) {
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t h = 0; h < heads; h++) {
+        tokens head = {x[h], n, width, stride, NULL, bf16};
+        float *sums = allocate(width);
+        double *total = (double *)allocate(2 * width);
+        if (sums && total) {
+            memset(total, 0, (size_t)width * 8);
+            for (int64_t from = 0; from < n; from += SUM_TOKENS) {
+                memset(sums, 0, (size_t)width * 4);
+                add_tokens(&head, from, from + SUM_TOKENS < n ? from + SUM_TOKENS : n, sums);
+                for (int64_t d = 0; d < width; d++) total[d] += sums[d];
+            }
+            for (int64_t d = 0; d < width; d++) out[h * width + d] = (float)(total[d] / (double)n);
+        } else {
+#pragma omp atomic write
+            failed = 1;
+        }
+        free(sums);
+        free(total);
+    }
     return failed;
 }

@@ -1,4 +1,4 @@
-"""The C code for prediction on a CPU: block scores and nearest centroids. PyTorch serves where it cannot.
+"""The C code for prediction on a CPU: block scores, nearest centroids, token means. PyTorch serves where it cannot.
 
 `serves` says whether it can; callers keep their own PyTorch path, which is the definition.
 """
@@ -17,6 +17,7 @@ from .build import BuildError, load
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "heart_block_scores": [_LONG, *[_POINTER] * 3, _INT, *[_LONG] * 5, _POINTER, *[_LONG] * 4, _INT],
+    "heart_token_means": [_LONG, _POINTER, _INT, *[_LONG] * 3, _POINTER, _INT],
     "heart_nearest": [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _LONG, _POINTER, _INT],
 }
 
@@ -77,6 +78,15 @@ def nearest(x: Tensor, centroids: Tensor) -> Tensor:
     )  # fmt: skip
     _check(_library().heart_nearest(*arguments))  # type: ignore[union-attr]
     return labels
+
+
+def token_means(x: Tensor) -> Tensor:
+    """Means over tokens, fp32: x [B, H, N, D] -> [B, H, D]."""
+    out = torch.empty(x.shape[0], x.shape[1], x.shape[3], dtype=torch.float32)
+    heads = [head for item in x for head in item]
+    arguments = (len(heads), _pointers(heads), int(x.dtype == torch.bfloat16), x.shape[2], x.shape[3], x.stride(2))
+    _check(_library().heart_token_means(*arguments, out.data_ptr(), torch.get_num_threads()))  # type: ignore[union-attr]
+    return out
 
 
 def _check(code: int) -> None:
