@@ -29,6 +29,7 @@ def load():
 def cluster():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    os.environ["RAY_worker_niceness"] = "0"  # else workers starve on a machine that has other work
     here = os.path.dirname(os.path.abspath(__file__))
     ray.init(
         num_cpus=2, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
