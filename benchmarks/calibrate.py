@@ -156,7 +156,11 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     try:
         runner.trajectories(settings, contexts)
-        joint = run.by_joint(dataclasses.replace(settings, method="joint"), contexts, runner, *size)
+        jointly = dataclasses.replace(settings, method="joint", strata="sparse")
+        joint = run.by_joint(jointly, contexts, runner, *size)
+        figures = run._verification(jointly, contexts, runner, joint, *size)
+        made = run._to_file(jointly, joint, figures, run.plan(pipe, jointly))
+        made.save(args.work / f"{args.backbone}.heart.json")
         isolated = run.by_isolated(dataclasses.replace(settings, method="isolated"), contexts, runner, *size)
         probed = run.by_probes(settings, contexts, runner, *size)
         three = _restricted(settings, contexts, runner, probed, run.PAPER_CANDIDATES)
