@@ -14,8 +14,9 @@
 
 #include "micro.h"
 
-#define ROWS 128
+#define ROWS 192
 #define TILE 128
+#define NEAR 512 /* floats from one key to the next */
 #define PACK_BYTES ((int64_t)40 << 20) /* heads packed at once by several threads stay below this */
 #define NO_MEMORY 1
 
@@ -46,12 +47,13 @@ struct task {
 /* A head's keys [n][dim] and values [n / TILE][panel][TILE][2 VL] in sorted order. */
 struct packed {
     float *keys, *values;
+    int64_t key_stride;
 };
 
 /* Where the keys and values of a tile begin in the packed arrays. */
 struct tile {
     int64_t n;
-    int32_t key[TILE], value[TILE];
+    int32_t key[TILE + AHEAD], value[TILE + AHEAD];
 };
 
 struct work {
@@ -65,13 +67,13 @@ static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit 
 /* A row of values fills whole panels. */
 static int64_t padded(int64_t dim) { return round_up(dim, 2 * VL); }
 static int64_t value_at(int64_t i, int64_t wide) { return i / TILE * TILE * wide + i % TILE * 2 * VL; }
-static int64_t keys_size(const struct heart_attention *a) { return round_up((a->n_k + a->tail) * a->dim, 16); }
+/* Keys in fp32 and in order are read where they are, unless their rows lie so far apart that pages run out. */
+static int keys_in_place(const struct heart_attention *a) { return !a->bf16 && !a->k_perm && a->k.token <= NEAR; }
+static int64_t keys_size(const struct heart_attention *a) {
+    return keys_in_place(a) ? 0 : round_up((a->n_k + a->tail) * a->dim, 16);
+}
 static int64_t packed_size(const struct heart_attention *a) {
     return keys_size(a) + round_up(a->n_k + a->tail, TILE) * padded(a->dim);
-}
-static struct packed packed_at(const struct heart_attention *a, float *buffer, int64_t i) {
-    float *keys = buffer + i * packed_size(a);
-    return (struct packed){keys, keys + keys_size(a)};
 }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -84,6 +86,13 @@ static const int32_t *of_head(const int32_t *base, int64_t own, int64_t head, in
 /* Offset of a head's first token. */
 static int64_t head_at(const struct heart_attention *a, const struct tensor *x, int64_t head) {
     return head / a->heads * x->batch + head % a->heads * x->head;
+}
+
+/* The i-th packed head, which is `head`. */
+static struct packed packed_at(const struct heart_attention *a, float *buffer, int64_t i, int64_t head) {
+    float *keys = buffer + i * packed_size(a), *values = keys + keys_size(a);
+    if (keys_in_place(a)) return (struct packed){(float *)a->k.data + head_at(a, &a->k, head), values, a->k.token};
+    return (struct packed){keys, values, a->dim};
 }
 
 static int64_t token_at(const int32_t *perm, int64_t n, int64_t position) {
@@ -111,18 +120,19 @@ INLINE void pack_keys(const struct heart_attention *a, int bf16, int64_t head, s
     const int32_t *perm = of_head(a->k_perm, a->own_perm, head, a->n_k);
     int64_t k_head = head_at(a, &a->k, head), v_head = head_at(a, &a->v, head);
     int64_t wide = padded(a->dim), whole = a->dim / VL * VL;
+    int in_place = keys_in_place(a);
     for (int64_t i = first; i < last; i++) {
         int64_t token = token_at(perm, a->n_k, i), soon = token_at(perm, a->n_k, least(i + 12, last - 1));
         int64_t k = k_head + token * a->k.token, v = v_head + token * a->v.token;
-        prefetch_row(&a->k, bf16, k_head + soon * a->k.token, a->dim);
+        if (!in_place) prefetch_row(&a->k, bf16, k_head + soon * a->k.token, a->dim);
         prefetch_row(&a->v, bf16, v_head + soon * a->v.token, a->dim);
         float *key = to.keys + i * a->dim, *value = to.values + value_at(i, wide);
         for (int64_t d = 0; d < whole; d += VL) {
-            store(key + d, read_vec(&a->k, bf16, k + d));
+            if (!in_place) store(key + d, read_vec(&a->k, bf16, k + d));
             store(value + d / (2 * VL) * TILE * 2 * VL + d % (2 * VL), read_vec(&a->v, bf16, v + d));
         }
         for (int64_t d = whole; d < wide; d++) { /* the rest, and zeros up to the end of its panel */
-            if (d < a->dim) key[d] = read_one(&a->k, bf16, k + d);
+            if (d < a->dim && !in_place) key[d] = read_one(&a->k, bf16, k + d);
             value[d / (2 * VL) * TILE * 2 * VL + d % (2 * VL)] = d < a->dim ? read_one(&a->v, bf16, v + d) : 0;
         }
     }
@@ -197,6 +207,10 @@ INLINE void panel_tile(int vectors, const struct heart_attention *a, struct pack
 
 static void run_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t) {
     int64_t panel = 0;
+    for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
+        t->key[t->n + i] = t->key[i % t->n];
+        t->value[t->n + i] = t->value[i % t->n] + TILE * 2 * VL;
+    }
     for (; rows > VL; panel++, rows -= 2 * VL) panel_tile(2, a, kv, w, panel, least(rows, 2 * VL), t);
     if (rows > 0) panel_tile(1, a, kv, w, panel, rows, t);
     t->n = 0;
@@ -206,7 +220,7 @@ static void run_tile(const struct heart_attention *a, struct packed kv, struct w
 static void add_keys(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t,
                      int64_t from, int64_t to) {
     for (; from < to; from++) {
-        t->key[t->n] = (int32_t)(from * a->dim);
+        t->key[t->n] = (int32_t)(from * kv.key_stride);
         t->value[t->n++] = (int32_t)value_at(from, padded(a->dim));
         if (t->n == TILE) run_tile(a, kv, w, rows, t);
     }
@@ -256,11 +270,13 @@ static int64_t kept_keys(const struct heart_attention *a, int64_t head, int64_t 
     return sum;
 }
 
-/* Cuts [start, end) into tasks of at most ROWS rows; only counts them if tasks is NULL. */
+/* Cuts [start, end) into tasks of at most ROWS rows, about equal; only counts them if tasks is NULL. */
 static int64_t cut(struct task *tasks, int64_t head, int64_t block, int64_t start, int64_t end, int64_t keys) {
-    int64_t count = (end - start + ROWS - 1) / ROWS;
+    int64_t parts = (end - start + ROWS - 1) / ROWS;
+    int64_t size = parts ? round_up((end - start + parts - 1) / parts, 2 * VL) : 1;
+    int64_t count = (end - start + size - 1) / size;
     for (int64_t i = 0; tasks && i < count; i++) {
-        int64_t from = start + i * ROWS, rows = least(ROWS, end - from);
+        int64_t from = start + i * size, rows = least(size, end - from);
         tasks[i] = (struct task){head, block, from, rows, keys * rows};
     }
     return count;
@@ -316,13 +332,13 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < (last - first) * chunks; i++) {
             int64_t from = i % chunks * 256;
-            struct packed to = packed_at(a, buffer, i / chunks);
+            struct packed to = packed_at(a, buffer, i / chunks, first + i / chunks);
             if (a->bf16) pack_keys(a, 1, first + i / chunks, to, from, least(from + 256, n));
             else pack_keys(a, 0, first + i / chunks, to, from, least(from + 256, n));
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; i++)
-            if (ready) run_task(a, tasks + i, packed_at(a, buffer, tasks[i].head - first), &w);
+            if (ready) run_task(a, tasks + i, packed_at(a, buffer, tasks[i].head - first, tasks[i].head), &w);
         free_work(&w);
     }
     free(tasks);

@@ -4,6 +4,9 @@
 
 #include "simd.h"
 
+/* Lists of rows go on for so many entries after their end, with what is wanted next: it is asked for early. */
+#define AHEAD 16
+
 /* How many of n remaining rows to take: sixes, then fours and fives, because fewer sums than eight leave the
  * multipliers waiting. */
 INLINE int take_rows(int64_t n) {
@@ -26,7 +29,7 @@ INLINE void scores_rows_part(int rows, int vectors, const float *queries, const 
     for (int64_t line = first; line < last; line += 16) {
         int64_t end = line + 16 < last ? line + 16 : last;
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) __builtin_prefetch(key[r] + 6 * dim + line); /* the rows that come next */
+        for (int r = 0; r < rows; r++) __builtin_prefetch(keys + at[rows + r] + line); /* the rows that come next */
 #pragma GCC unroll 2
         for (int64_t d = line; d < end; d++) {
             vec q[2];
@@ -89,7 +92,7 @@ INLINE void values_rows(int rows, int vectors, int columns, const float *weights
 #pragma GCC unroll 2
     for (int64_t i = 0; i < n; i++) {
         const float *value = values + at[i];
-        __builtin_prefetch(value + 32 * VL);
+        __builtin_prefetch(values + at[i + AHEAD]);
         const float *weight = weights + i * vectors * VL;
         vec v[2];
 #pragma GCC unroll 2
