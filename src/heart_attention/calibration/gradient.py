@@ -323,8 +323,8 @@ def _call_backward(
     items = []
     for b in range(call.q.shape[0]):
         at = slice(b, b + 1)
-        parts = (x.detach()[at] for x in (call.q, call.k, call.v))
-        items.append(attention_backward(call.mixed_mask(b, choice), *parts, out[at], [g[at] for g in grads]))
+        q, k, v = (x.detach()[at] for x in (call.q, call.k, call.v))
+        items.append(attention_backward(call.mixed_mask(b, choice), q, k, v, out[at], [g[at] for g in grads]))
     return [tuple(torch.cat([item[i][x] for item in items]) for x in range(3)) for i in range(len(grads))]  # type: ignore
 
 
