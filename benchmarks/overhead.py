@@ -90,18 +90,6 @@ def balance(densities: list[list[float]], ranks: int) -> dict[str, float]:
     }
 
 
-def _densities(path: str) -> list[list[float]]:
-    """Density of every head [L, H] at the thresholds a calibration chose."""
-    from heart_attention.calibration.file import Calibration
-
-    calibration = Calibration.load(path)
-    if calibration.choice is None:
-        raise SystemExit(f"{path} holds no thresholds yet: run `heart solve` first")
-    sparsity = torch.as_tensor(calibration.S, dtype=torch.float64)  # [L, H, K]
-    choice = torch.as_tensor(calibration.choice, dtype=torch.int64).reshape(sparsity.shape[:2])
-    return (1 - sparsity.gather(2, choice[..., None])[..., 0]).tolist()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--balance", metavar="F.heart.json", help="show the balance of ranks for this calibration")
@@ -109,7 +97,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.balance:
-        rows = _densities(args.balance)
+        from heart_attention.calibration.file import Calibration
+        from heart_attention.models.parallel import costs_of
+
+        rows = costs_of(Calibration.load(args.balance))
         sizes = [r for r in (2, 4, 8) if r <= len(rows[0])]
         result: dict[str, Any] = {str(ranks): balance(rows, ranks) for ranks in sizes}
         if not args.json:

@@ -5,6 +5,7 @@ import tiny_models as tiny
 import torch
 from torch._dynamo.utils import counters
 
+import heart_attention as heart
 from heart_attention.models.intercept import attach
 
 TIMES = [(900.0, "cond"), (900.0, "uncond"), (800.0, "cond"), (800.0, "uncond")]
@@ -89,6 +90,28 @@ def test_wan_with_inductor(compile_model):
 )
 def test_other_families(name, compile_model, plain_graphs):
     check(name, compile_model, "aot_eager", plain_graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_model", [compile_whole, compile_blocks])
+def test_sparse_attention_with_reuse(compile_model):
+    config = heart.HeartConfig(
+        backbone=heart.XAttention(stride=4, block=8),
+        thresholds=[[0.5, 0.8], [0.7, 1.0]],
+        reuse=heart.TMR(delta=2.0),
+        dense_steps=1,
+        force_sparse=True,
+    )
+    case = tiny.MODELS["wan"]
+    dense = generate(tiny.wan(), case)
+    heart.enable(eager := tiny.wan(), config)
+    expected = generate(eager, case)
+    assert not torch.allclose(expected[2:], dense[2:], atol=1e-4)
+    compile_model(model := tiny.wan(), "aot_eager")
+    heart.enable(model, config)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert (generate(model, case) - expected).abs().max() <= 1e-5
+    assert graphs() == 1
 
 
 @pytest.mark.slow

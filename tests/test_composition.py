@@ -20,6 +20,7 @@ from diffusers import (
 from diffusers.hooks import MagCacheConfig, TaylorSeerCacheConfig, apply_group_offloading
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
+import heart_attention as heart
 from heart_attention import HeartError
 from heart_attention.models.intercept import attach, attach_pipeline, attachment_of
 
@@ -130,6 +131,29 @@ def test_composes_before_and_after(name):
         assert seen.passed == [] and seen.resets == 1
         assert torch.equal(generate(model), expected)  # and once more
         assert seen.forwards[-1].generation == 1
+
+
+SPARSE = ["lora", "quanto int8", "group offload", "sequential offload", "layerwise casting", "magcache", "fused qkv"]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention_composes_before_and_after(name):
+    config = heart.HeartConfig(
+        backbone=heart.XAttention(stride=4, block=8),
+        thresholds=0.5,
+        reuse=heart.TMR(delta=2.0),
+        dense_steps=1,
+        force_sparse=True,
+    )
+    compose = COMPOSED[name]
+    compose(plain := tiny.wan())
+    compose(before := tiny.wan())
+    heart.enable(before, config)
+    heart.enable(after := tiny.wan(), config)
+    compose(after)
+    found = generate(before)
+    assert torch.equal(generate(after), found)
+    assert not torch.allclose(generate(plain), found, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["first block cache", "group offload", "fused qkv", "sequential offload"])

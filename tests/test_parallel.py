@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from heart_attention import HeartError
 from heart_attention.models.intercept import attach
-from heart_attention.models.parallel import deal_by_cost, deal_heads, imbalance, split_heads
+from heart_attention.models.parallel import costs_of, deal_by_cost, deal_heads, imbalance, split_heads
 
 THRESHOLDS = [[0.5, 0.9, 1.0, 0.7], [0.8, 0.6, 0.95, 0.5]]  # [L, H]
 STEPS = 6
@@ -169,6 +169,19 @@ def test_a_deal_evens_out_what_order_does_not():
     costs = [0.9] * 6 + [0.1] * 6
     assert imbalance(costs, split_heads(12, 2)) == pytest.approx(1.8)
     assert imbalance(costs, deal_heads(costs, 2)) == pytest.approx(1.0)
+
+
+def test_costs_from_a_calibration():
+    import numpy as np
+
+    class Calibrated:
+        S = np.array([[[0.8, 0.5], [0.9, 0.2]]])  # [L, H, K]
+        choice = np.array([[1, 0]])
+
+    assert costs_of(Calibrated) == [pytest.approx([0.5, 0.1])]
+    Calibrated.S = None
+    with pytest.raises(HeartError, match="no sparsity table"):
+        costs_of(Calibrated)
 
 
 def test_too_many_ranks_and_wrong_costs():

@@ -179,6 +179,18 @@ def imbalance(costs: Sequence[float], deal: Deal) -> float:
     return max(loads) / mean if mean else 1.0
 
 
+def costs_of(calibration: Any) -> list[list[float]]:
+    """What each head costs [L, H]: the density a calibration measured at the threshold it chose."""
+    if calibration.S is None:
+        raise HeartError(
+            "the calibration has no sparsity table, so heads' costs are unknown; calibrate this model anew."
+        )
+    return [
+        [1.0 - float(cells[k]) for cells, k in zip(row, chosen)]
+        for row, chosen in zip(calibration.S, calibration.choice)
+    ]
+
+
 def deal_by_cost(attachment: Attachment, costs: Sequence[Sequence[float]], ranks: int) -> list[Deal]:
     """Let a transformer's heads go to ranks by these costs [L, H] (the same on every rank)."""
     layers = len(attachment.layers)
