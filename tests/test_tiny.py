@@ -14,6 +14,15 @@ from heart_attention.tiny import scene
 CALL = {**tiny.QUICK, "height": 32, "width": 32, "num_frames": 3, "num_inference_steps": 2}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors here are too small for more; on a busy machine waiting threads cost far more than they give."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def pipe():
     return tiny.load()

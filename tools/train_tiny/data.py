@@ -93,7 +93,7 @@ def _cover(combos, centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, 
 
 
 def render(
-    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = OUTWARD
+    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = CENTRED
 ) -> torch.Tensor:
     """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
     b, (height, width) = len(combos), size
@@ -116,7 +116,7 @@ def _pick(rng: torch.Generator, n: int) -> int:
     return int(torch.randint(n, (1,), generator=rng))
 
 
-def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = OUTWARD) -> Batch:
+def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = CENTRED) -> Batch:
     """The training batch of a step: the same (seed, step) always gives the same clips and captions."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]

@@ -92,6 +92,12 @@ def encode(video: torch.Tensor, codec: dict[str, torch.Tensor]) -> torch.Tensor:
     return (z - codec["mean"].view(shape)) / codec["std"].view(shape)
 
 
+@functools.cache
+def latent_scale(seed: int = 0) -> torch.Tensor:
+    """Standard deviation of each latent channel over clips [Z]."""
+    return encode(data.batch(seed + 78, 0, 64, 4, (64, 64), data.SLOW).video, fit_codec(seed)).std((0, 2, 3, 4))
+
+
 def _pass_through(coder, weight_in: torch.Tensor, weight_out: torch.Tensor, bias_out: torch.Tensor) -> None:
     """Set a Wan encoder or decoder to x -> weight_out (weight_in x) + bias_out, exactly.
 

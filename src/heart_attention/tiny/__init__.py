@@ -28,7 +28,7 @@ NATIVE = {
     "width": 160,
     "num_frames": 11,
     "num_inference_steps": 50,
-    "guidance_scale": 4.0,
+    "guidance_scale": 3.0,
     "max_sequence_length": 64,
 }
 # 8 x 12 x 12 = 1,152 video tokens.
