@@ -1,6 +1,7 @@
 """Building the C kernels: never an error for the user, safe when processes start together."""
 
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -99,3 +100,13 @@ def test_forked_child_works(monkeypatch):
         "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300, stdout=subprocess.DEVNULL)
+
+
+@compiler
+def test_one_openmp_library_in_the_process():
+    """Two of them would make two pools of threads that fight for the cores."""
+    if not (pathlib.Path(torch.__file__).parent / "lib" / "libgomp.so.1").exists():
+        pytest.skip("this PyTorch brings no libgomp.so.1")
+    assert build.load().heart_has_openmp() == 1
+    loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
+    assert len(loaded) == 1

@@ -43,21 +43,18 @@ def _run_head(plan: Plan, b: int, h: int, q: Tensor, k: Tensor, v: Tensor, out: 
     """One head: q, k, v, out [N, D]."""
     q, k, v = _compute_type(q), _compute_type(k), _compute_type(v)
     q_perm, k_perm = plan.permutation("q", b, h), plan.permutation("k", b, h)
-    keys, values = (_sorted(x, k_perm, plan.n_k) for x in (k, v))  # [Nk, D] in sorted order
-    k_starts, q_starts = plan.boundaries("k", b, h).tolist(), plan.boundaries("q", b, h).tolist()
-    rows = plan.row_ptr[b, h].tolist()
-    cols = plan.cols[rows[0] : rows[-1]].tolist()
     queries = _sorted(q, q_perm, plan.n_q)
+    keys, values = (_sorted(x, k_perm, plan.n_k) for x in (k, v))  # [Nk, D]
     result = torch.empty_like(queries) if q_perm is not None else out[: plan.n_q]
+    q_starts, rows = plan.boundaries("q", b, h).tolist(), plan.row_ptr[b, h].tolist()
+    take = _take_runs if plan.kind == "block" else _take_scattered
+    starts = plan.boundaries("k", b, h)
     for i, (start, end) in enumerate(itertools.pairwise(q_starts)):
-        if start == end:
-            continue
-        kept = cols[rows[i] - rows[0] : rows[i + 1] - rows[0]]
-        runs = _runs(kept, k_starts)
-        row_keys, row_values = _take(keys, runs), _take(values, runs)
-        for s in range(start, end, MAX_ROWS):
-            t = min(s + MAX_ROWS, end)
-            result[s:t] = _attend(queries[s:t], row_keys, row_values, scale)
+        if start < end:
+            row_keys, row_values = take(keys, values, plan.cols[rows[i] : rows[i + 1]], starts)
+            for s in range(start, end, MAX_ROWS):
+                t = min(s + MAX_ROWS, end)
+                result[s:t] = _attend(queries[s:t], row_keys, row_values, scale)
     if q_perm is not None:
         out[q_perm.long()] = result.to(out.dtype)
     if plan.tail:
@@ -73,20 +70,26 @@ def _sorted(x: Tensor, perm: Tensor | None, n: int) -> Tensor:
     return x[:n] if perm is None else x.index_select(0, perm.long())
 
 
-def _runs(kept: list[int], starts: list[int]) -> list[tuple[int, int]]:
-    """Kept blocks as runs of neighbouring tokens: [(start, end)]."""
+def _take_runs(keys: Tensor, values: Tensor, kept: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the kept blocks, neighbouring blocks copied as one run (a single run: a view)."""
     runs: list[tuple[int, int]] = []
-    for c in kept:
-        if runs and runs[-1][1] == starts[c]:
-            runs[-1] = (runs[-1][0], starts[c + 1])
+    for start, end in zip(starts[kept].tolist(), starts[kept + 1].tolist()):
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], end)
         else:
-            runs.append((starts[c], starts[c + 1]))
-    return runs
+            runs.append((start, end))
+    if len(runs) == 1:
+        return keys[runs[0][0] : runs[0][1]], values[runs[0][0] : runs[0][1]]
+    return torch.cat([keys[s:e] for s, e in runs]), torch.cat([values[s:e] for s, e in runs])
 
 
-def _take(x: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-    """Those runs of rows of x [n, D], copied together (one run: a view)."""
-    return torch.cat([x[s:e] for s, e in runs]) if len(runs) > 1 else x[runs[0][0] : runs[0][1]]
+def _take_scattered(keys: Tensor, values: Tensor, kept: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for hundreds of small clusters, where one indexed copy is quicker than many short ones."""
+    sizes = (starts[kept + 1] - starts[kept]).long()
+    ends = sizes.cumsum(0)
+    shift = starts[kept] - (ends - sizes)  # from place in the copy to sorted position
+    index = torch.arange(int(ends[-1]), device=keys.device) + shift.repeat_interleave(sizes)
+    return keys.index_select(0, index), values.index_select(0, index)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
