@@ -66,7 +66,7 @@ def xattention(n: int, threads: int, repeat: int) -> list[dict[str, Any]]:
     for _ in range(repeat):
         for name, (q, k) in inputs.items():
             best.run(f"dense {name}", lambda q=q, k=k: F.scaled_dot_product_attention(q, k, k))
-            for _ in range(3 if n > 16384 else 8):
+            for _ in range(5 if n > 16384 else 8):
                 masks[name] = best.run(f"predict {name}", lambda q=q, k=k: backbone.predict(q, k, 0.9))
                 view = strided[name]
                 best.run(f"predict {name} strided", lambda view=view: backbone.predict(*view, 0.9))

@@ -267,4 +267,6 @@ def _stretch(order: Tensor, n: int, text: Text | None) -> Tensor:
             f"an order of {order.numel()} tokens does not fit the {n} tokens of video and prompt: "
             "give all of them, or the video alone with the text at the end"
         )
+    if order.device.type == "cpu" and not 0 <= int(order.min()) <= int(order.max()) < n:
+        raise HeartError(f"an order names tokens outside 0..{n - 1}: give a permutation of the {n} tokens")
     return order.long()

@@ -125,7 +125,11 @@ static void all_logits(const float *queries, const float *keys, int64_t rows, in
             for (int64_t j = from; j < to; j += COLS)
                 for (int64_t i = 0; i < rows; i += ROWS) {
                     vec acc[ROWS][2];
-                    multiply(queries + i * depth + p * ROWS, keys + j * depth + p * COLS, part, acc);
+                    const float *panel = keys + j * depth + p * COLS; /* the next one is asked for meanwhile */
+                    const float *next = panel + COLS * depth + part * COLS * i / rows;
+                    for (int64_t ahead = 0; ahead < part * COLS * ROWS / rows; ahead += 16)
+                        __builtin_prefetch(next + ahead, 0, 2);
+                    multiply(queries + i * depth + p * ROWS, panel, part, acc);
                     for (int r = 0; r < ROWS; r++)
                         for (int c = 0; c < 2; c++) {
                             float *sum = logits + (i + r) * ld + j + c * VL;
