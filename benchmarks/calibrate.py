@@ -303,7 +303,7 @@ def main() -> None:
         pipe, mine = pipelines.load(model), {}
         parts = (
             args.parts.split(",")
-            if model == "tiny"
+            if model != "tiny-random"
             else [p for p in args.parts.split(",") if p in ("gradient", "compare")]
         )
         for part in parts:
