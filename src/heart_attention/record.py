@@ -62,7 +62,8 @@ class Recorder(Mapping):
         out = dense(q, k, v) if self.inner is None else self.inner.attend(where, q, k, v, dense)
         if self._wanted(where):
             key: Key = (where.generation, where.step, where.branch, where.layer)
-            kept = Recorded(where, *map(self._copy, (q, k, v)), self._copy(out) if self._outputs else None)
+            last = self._copy(out) if self._outputs else None
+            kept = Recorded(where, self._copy(q), self._copy(k), self._copy(v), last)
             self.calls[key if not where.item else (*key, where.item)] = kept
         return out
 

@@ -262,7 +262,8 @@ class Dense:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: Any = None) -> torch.Tensor:
         given = self.given
         if q is given[0] and k is given[1] and v is given[2]:
-            raw = self.raw(*self.theirs, items)
+            query, key, value = self.theirs
+            raw = self.raw(query, key, value, items)
         else:
             raw = self.raw(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), items)
         out = raw.transpose(1, 2)
