@@ -65,6 +65,7 @@ class XAttention(Settings):
     def scores(self, q: Tensor, k: Tensor, order: Tensor | None = None) -> Tensor:
         """Block scores, fp32 [B, H, Mq, Mk]; padded blocks are included when `pad` is the original's."""
         check_qk(q, k)
+        order = None if order is None else _stretch(order.to(q.device), q.shape[2], None)
         every = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[1])]
         return self._scores(q, k, order, every).unflatten(0, q.shape[:2])
 
