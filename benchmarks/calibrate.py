@@ -268,12 +268,12 @@ def cost(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
         worker.close()
     unit = min(seen["dense"])
     passes = {name: min(values) / unit for name, values in seen.items()}
-    total = args.contexts * (passes["isolated"] + settings.rounds * passes["joint"] + 6 * passes["verify"])
+    total = args.contexts * (passes["isolated"] + settings.rounds * passes["joint"] + 5 * passes["verify"])
     paper = {name: 12 * la * h for name, (la, h) in LARGE.items()}
     return {
         "seconds_of_a_forward": unit, "forward_equivalents": passes, "joint_total": total,
         "paper_here": 12 * layers * heads, "share_here": total / (12 * layers * heads),
-        "formula": "contexts · (isolated pass + rounds · joint pass + 6 verifications)",
+        "formula": "contexts · (isolated pass + rounds · joint pass + 5 verifications)",
         "large": {n: {"paper": p, "joint": total, "share": total / p} for n, p in paper.items()},
     }  # fmt: skip
 
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("calibrate-bench.work"))
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--held-out", type=int, default=8)
-    parser.add_argument("--contexts", type=int, default=7)
+    parser.add_argument("--contexts", type=int, default=6)
     parser.add_argument("--same", type=int, default=4, help="contexts on which the estimate meets exact probes")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--repeats", type=int, default=3)

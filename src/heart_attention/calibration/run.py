@@ -75,7 +75,7 @@ class Settings:
     seed: int = 0
     dense_steps: int = 5
     order: str = "raster"
-    contexts: int = 7
+    contexts: int = 6
     held_out_contexts: int = 6
     rounds: int = 1
     gamma: float = 2.0
