@@ -18,10 +18,10 @@ demo: $(STAMP)
 	$(BIN)/heart demo --out heart-demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not slow"
+	$(BIN)/python -m pytest tests -m "not slow" -n auto --dist loadfile
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,9 +42,7 @@ def test_older_diffusers_give_the_name_alone():
 
 def test_counting_timesteps_with_named_branches():
     clock = Clock()
-    assert generation(clock, [900, 600, 300]) == [
-        (step, name, 0) for step in range(3) for name in ("cond", "uncond")
-    ]
+    assert generation(clock, [900, 600, 300]) == [(step, name, 0) for step in range(3) for name in ("cond", "uncond")]
 
 
 def test_unnamed_branches_are_numbered_by_call():

@@ -79,6 +79,14 @@ def test_anchors_of_wan_480p_take_the_papers_size():
     assert one.nbytes * 30 * 2 == 368_640  # 30 layers, 2 guidance branches: 0.35 MB
 
 
+@pytest.mark.parametrize("seen", [None, slice(0, 100)])
+def test_pooling_the_layout_of_diffusers_is_the_same_mean(seen):
+    x = torch.randn(2, 133, 3, 8).transpose(1, 2)
+    n = 133 if seen is None else 100
+    torch.testing.assert_close(pool(x, seen), x[:, :, :n].double().mean(2).float(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(pool(x, seen)[1:], pool(x[1:], seen))  # batch items do not see one another
+
+
 def test_norm_is_the_drift_from_zero():
     q, k = torch.randn(2, 2, 3, 9, 4)
     for kind in ("mean", "tokens"):
@@ -87,9 +95,7 @@ def test_norm_is_the_drift_from_zero():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 8), st.floats(0.0, 4.0), st.floats(0.01, 100.0)
-)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 8), st.floats(0.0, 4.0), st.floats(0.01, 100.0))
 def test_the_papers_appendix_bound(seed, n, dim, change, scale):
     """mean |G_b - G_a| <= max(B_q, B_k) / sqrt(D) * full-token drift."""
     g = torch.Generator().manual_seed(seed)
@@ -149,9 +155,7 @@ def test_gate_against_the_rule_in_words(want, a, b):
     low, high = min(a, b), max(a, b)
     r = sum(want) / len(want)
     expected = [False] * len(want) if r < low else [True] * len(want) if r > high else want
-    assert gate(torch.tensor([want]), low, high, torch.ones(1, len(want), dtype=torch.bool)).tolist() == [
-        expected
-    ]
+    assert gate(torch.tensor([want]), low, high, torch.ones(1, len(want), dtype=torch.bool)).tolist() == [expected]
 
 
 # ---------------------------------------------------------------- policies

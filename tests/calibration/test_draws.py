@@ -72,10 +72,7 @@ def test_steps_are_uniform_and_inside():
 
 def test_seeds_purposes_and_keys_give_different_draws():
     values = {
-        draws.number(s, p, *k)
-        for s in (0, 1)
-        for p in ("a", "b")
-        for k in [(0, 1), (1, 0), (0,), (0, 1, 0), (10,)]
+        draws.number(s, p, *k) for s in (0, 1) for p in ("a", "b") for k in [(0, 1), (1, 0), (0,), (0, 1, 0), (10,)]
     }
     assert len(values) == 20
 

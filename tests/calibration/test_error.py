@@ -20,9 +20,7 @@ def literal_bands(velocity, reference):
     """The definition word for word: FFT, fftshift, |index - n//2| ≤ n//4."""
     axes = (2, 3, 4)
     y = np.asarray(reference, dtype=np.float64)
-    spectrum = (
-        np.abs(np.fft.fftshift(np.fft.fftn(np.asarray(velocity, np.float64) - y, axes=axes), axes=axes)) ** 2
-    )
+    spectrum = np.abs(np.fft.fftshift(np.fft.fftn(np.asarray(velocity, np.float64) - y, axes=axes), axes=axes)) ** 2
     t, h, w = (np.abs(np.arange(n) - n // 2) <= n // 4 for n in y.shape[2:])
     low_t = t[:, None, None] & np.ones_like(spectrum[0, 0], bool)
     low_s = (h[:, None] & w[None, :])[None] & np.ones_like(low_t)
@@ -99,12 +97,8 @@ def test_apply_weight_is_the_quadratic_form(shape, weights, seed):
     form = float((x * error.apply_weight(x, weights)).sum())
     assert form == pytest.approx(expected, rel=1e-11, abs=1e-13 * float(x.square().sum()))
     half = error.apply_sqrt(x, weights)
-    assert float(half.square().sum()) == pytest.approx(
-        expected, rel=1e-11, abs=1e-13 * float(x.square().sum())
-    )
-    torch.testing.assert_close(
-        error.apply_sqrt(half, weights), error.apply_weight(x, weights), rtol=1e-10, atol=1e-11
-    )
+    assert float(half.square().sum()) == pytest.approx(expected, rel=1e-11, abs=1e-13 * float(x.square().sum()))
+    torch.testing.assert_close(error.apply_sqrt(half, weights), error.apply_weight(x, weights), rtol=1e-10, atol=1e-11)
 
 
 def test_apply_weight_is_half_the_gradient_of_the_error():
@@ -125,9 +119,7 @@ def test_low_precision_inputs_are_summed_in_double(dtype):
 
 def test_attention_output_error():
     o, r = torch.randn(1, 8, 4), torch.randn(1, 8, 4)
-    assert error.attention_output(o, r) == pytest.approx(
-        float((o - r).square().sum() / r.square().sum()), rel=1e-5
-    )
+    assert error.attention_output(o, r) == pytest.approx(float((o - r).square().sum() / r.square().sum()), rel=1e-5)
     with pytest.raises(HeartError, match="must be equal"):
         error.attention_output(o, r[:, :4])
 
@@ -175,9 +167,7 @@ def test_a_new_error_by_the_protocol(monkeypatch):
 def test_the_registry():
     v, y = pair((1, 1, 2, 3, 4))
     assert error.by_name("spectral").measure(v, y) == error.spectral(v, y)
-    assert error.by_name("spectral", weights=(1, 1, 1, 1)).measure(v, y) == pytest.approx(
-        error.velocity_mse(v, y)
-    )
+    assert error.by_name("spectral", weights=(1, 1, 1, 1)).measure(v, y) == pytest.approx(error.velocity_mse(v, y))
     assert isinstance(error.by_name("spectral"), error.QuadraticError)
     assert isinstance(error.by_name("mse"), error.QuadraticError)
     assert not isinstance(error.by_name("attention"), error.QuadraticError)

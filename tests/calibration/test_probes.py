@@ -98,8 +98,13 @@ def test_svg2_candidates_share_one_clustering(monkeypatch):
     from heart_attention.backbones import svg2
 
     runs = []
-    original = svg2.lloyd
-    monkeypatch.setattr(svg2, "lloyd", lambda *a: runs.append(1) or original(*a))
+    original = svg2.lloyd_heads
+
+    def counted(tokens, *rest):
+        runs.extend(tokens)
+        return original(tokens, *rest)
+
+    monkeypatch.setattr(svg2, "lloyd_heads", counted)
     q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
     masks, full = heads.candidate_masks(BACKBONES["svg2"], q, k, (0.3, 0.6, 0.9), None, None, (1, "cond", 0))
     assert len(runs) == 4  # queries and keys of two heads

@@ -11,7 +11,7 @@ import torch
 
 from heart_attention import kernels
 from heart_attention.kernels import build
-from heart_attention.masks import BlockMask
+from heart_attention.masks import BlockMask, ClusterMask
 
 compiler = pytest.mark.skipif(not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler")
 USE = """
@@ -79,6 +79,25 @@ def test_compiler_without_openmp_and_native_still_builds(monkeypatch, tmp_path):
     mask = BlockMask.full(1, 2, 70, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert (kernels.run(kernels.plan("cpu", mask), q, k, v) - expected).abs().max() < 2e-6
+
+
+@compiler
+@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_vector_widths_compute_the_same(monkeypatch, tmp_path_factory, width, dtype):
+    """What a CPU without AVX and one with AVX-512 would run, the latter in pieces."""
+    real = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path_factory.getbasetemp() / f"width{width}"))
+    monkeypatch.setenv("CC", f"{real} -DVL={width} -Wno-psabi")
+    assert build.load().heart_vector_floats() == width
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 9, (1, 2, 170), generator=generator)
+    mask = ClusterMask(torch.rand(1, 2, 9, 9, generator=generator) < 1.0, labels, labels.flip(-1))
+    for dim in (20, 64):
+        q, k, v = (torch.randn(1, 170, 2, dim, generator=generator).transpose(1, 2).to(dtype) for _ in range(3))
+        expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+        found = kernels.run(kernels.plan("cpu", mask), q, k, v).double()
+        assert ((found - expected).abs() <= 2e-6 + (dtype == torch.bfloat16) * expected.abs() * 2**-8).all()
 
 
 @compiler

@@ -71,11 +71,10 @@ def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | No
     On a CPU one space serves all heads that must be converted: blocks of this size, freed and asked for again
     between small ones that stay, would leave holes in the process's memory.
     """
-    if x and x[0].device.type != "cpu":
-        from ..kernels import triton_predict
+    from ..kernels import triton_predict
 
-        if triton_predict.serves(x[0][None, None], "k-means"):
-            return gpu_heads(x, init, iters, text)
+    if x and triton_predict.serves(x[0][None, None], "k-means"):
+        return gpu_heads(x, init, iters, text)
     space = None
     clusters = []
     for one, start in zip(x, init):

@@ -5,14 +5,19 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#endif
+
+/* Floats in a vector. A width that the machine does not have works too, in pieces; the tests use that. */
+#ifndef VL
+#if defined(__AVX512F__)
 #define VL 16
 #elif defined(__AVX__)
-#include <immintrin.h>
 #define VL 8
 #else
 #define VL 4
+#endif
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -28,9 +33,9 @@ INLINE vec splat(float x) { return x - (vec){0}; }
 
 /* The second operand where either is NaN: the running maximum then ignores NaN, which reaches the sum anyway. */
 INLINE vec vmax(vec a, vec b) {
-#if VL == 16
+#if VL == 16 && defined(__AVX512F__)
     return _mm512_max_ps(a, b);
-#elif VL == 8
+#elif VL == 8 && defined(__AVX__)
     return _mm256_max_ps(a, b);
 #else
     ivec larger = a > b;
@@ -63,9 +68,9 @@ INLINE float from_bf16(uint16_t x) {
 }
 
 INLINE vec load_bf16(const uint16_t *p) {
-#if VL == 16
+#if VL == 16 && defined(__AVX512F__)
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
-#elif defined(__AVX2__)
+#elif VL == 8 && defined(__AVX2__)
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 #else
     vec x = {0};
@@ -76,7 +81,7 @@ INLINE vec load_bf16(const uint16_t *p) {
 
 /* A square of VL x VL numbers. */
 INLINE void transpose(vec *rows) {
-#if VL == 8
+#if VL == 8 && defined(__AVX__)
     __m256 a[8], b[8];
     for (int i = 0; i < 4; i++) {
         a[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
@@ -92,12 +97,10 @@ INLINE void transpose(vec *rows) {
         rows[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
     }
 #else
+    float square[VL][VL];
+    for (int i = 0; i < VL; i++) store(square[i], rows[i]);
     for (int i = 0; i < VL; i++)
-        for (int j = 0; j < i; j++) {
-            float x = rows[i][j];
-            rows[i][j] = rows[j][i];
-            rows[j][i] = x;
-        }
+        for (int j = 0; j < VL; j++) ((float *)&rows[i])[j] = square[j][i];
 #endif
 }
 
