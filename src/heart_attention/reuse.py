@@ -32,10 +32,10 @@ def pool(x: Tensor, seen: slice | Tensor | None = None) -> Tensor:
 
         if triton_predict.serves(x, "pooling"):
             return triton_predict.pooled_means(x)
+    elif x.dtype == torch.float32 and x.stride()[1:] == _rows_of(x):
+        return torch.stack([_sum_rows(item) for item in x]) / x.shape[2]
     elif native.serves(x):
         return native.token_means(x)
-    if x.device.type == "cpu" and x.dtype == torch.float32 and x.stride()[1:] == _rows_of(x):
-        return torch.stack([_sum_rows(item) for item in x]) / x.shape[2]
     if x.is_cuda or x.dtype in (torch.float32, torch.float64):
         return x.mean(2, dtype=torch.float32)
     total = x.new_zeros((x.shape[0], x.shape[1], x.shape[3]), dtype=torch.float32)
