@@ -31,6 +31,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/predict.py
+	$(BIN)/python benchmarks/end_to_end.py
 
 gpu-evidence: $(STAMP)
 	$(BIN)/python benchmarks/gpu_evidence.py --write docs/gpu-evidence.md
