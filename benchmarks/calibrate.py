@@ -159,7 +159,9 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
         jointly = dataclasses.replace(settings, method="joint", strata="sparse")
         joint = run.by_joint(jointly, contexts, runner, *size)
         figures = run._verification(jointly, contexts, runner, joint, *size)
-        made = run._to_file(jointly, joint, figures, run.plan(pipe, jointly))
+        made = run._to_file(
+            jointly, joint, figures, {**run.plan(pipe, jointly), "grid": run._grid(pipe.transformer, store, contexts)}
+        )
         made.save(args.work / f"{args.backbone}.heart.json")
         isolated = run.by_isolated(dataclasses.replace(settings, method="isolated"), contexts, runner, *size)
         probed = run.by_probes(settings, contexts, runner, *size)
