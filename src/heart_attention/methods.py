@@ -38,6 +38,8 @@ def build(name: str, pipe, model: str, calibrations: dict[str, str] | None = Non
         )
     reuse, calibrated = PARTS[part]
     config = preset(backbone, pipe)
+    if not part:  # the backbone as published knows no way back to dense
+        config = dataclasses.replace(config, force_sparse=True)
     if not reuse:
         config = dataclasses.replace(config, reuse=Always())
     if calibrated:

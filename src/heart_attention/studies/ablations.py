@@ -36,6 +36,7 @@ class Bench:
     def method(self, part: str, name: str | None = None, **changes) -> compare.Method:
         """The backbone with one of the parts (tmr, ebc, heart or nothing), renamed and changed as wished."""
         full = f"{self.backbone}+{part}" if part else self.backbone
+        changes.setdefault("force_sparse", True)  # parts are compared at equal sparsity, so none may go dense
         built = methods.build(full, self.pipe, self.model, self.calibrations, **changes)
         return dataclasses.replace(built, name=name or built.name)
 
