@@ -108,7 +108,7 @@ def against_dense(table: str, case: str, masks: dict[str, object], q, k, v, name
 def blocks(args, threads: int) -> list[Row]:
     """Equal blocks of 128 at video sizes."""
     rows = []
-    for n, repeat in ((8192, 5), (32760, 2)) if not args.quick else ((8192, 3),):
+    for n, repeat in ((8192, 10), (32760, 3)) if not args.quick else ((8192, 5),):
         m = math.ceil(n / 128)
         for type_name, dtype in TYPES.items():
             q, k, v = inputs(1, n, 128, dtype)

@@ -5,7 +5,7 @@
 #include "simd.h"
 
 /* Lists of rows go on for so many entries after their end, with what is wanted next: it is asked for early. */
-#define AHEAD 16
+#define AHEAD 24
 
 /* How many of n remaining rows to take: sixes, then fours and fives, because fewer sums than eight leave the
  * multipliers waiting. */
