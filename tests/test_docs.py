@@ -10,8 +10,22 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)  # ```py blocks need a GPU or the hub: not run
 
 
+@pytest.fixture
+def registries():
+    """What examples make known is forgotten afterwards."""
+    from heart_attention import kernels, models
+    from heart_attention.calibration import error
+
+    tables = (kernels._REGISTERED, models.FAMILIES, error._REGISTRY)
+    before = [dict(table) for table in tables]
+    yield
+    for table, kept in zip(tables, before):
+        table.clear()
+        table.update(kept)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
-def test_examples_run(page, tmp_path, monkeypatch):
+def test_examples_run(page, tmp_path, monkeypatch, registries):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": f"example_{page.stem.replace('-', '_')}"}
     for block in BLOCK.findall(page.read_text()):
