@@ -203,7 +203,7 @@ def whole_path(args, threads: int) -> list[Row]:
             "predicted": every_call,
             "reused": lambda plan=plan: kernels.run(plan, q, k, v),
         }
-        seconds = best(functions, 3 if args.quick else 6, threads)
+        seconds = best(functions, 5 if args.quick else 10, threads)
         for name, case in (("predicted", "prediction every call"), ("reused", "mask reused")):
             value = seconds["dense"] / seconds[name]
             rows.append(Row("whole path", f"N=8192 D=128, {case}", threads, float(mask.density().mean()), value, "x"))
