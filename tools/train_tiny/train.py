@@ -50,7 +50,7 @@ PLAN = (
     Phase(3600, (3e-3, 2.5e-3), ((0.3, SMALL), (0.4, CUBE), (0.12, LONG), (0.08, WIDE), (0.1, MIDDLE)), data.SLOW),
     Phase(4500, (2.5e-3, 2.2e-3), ((0.55, SMALL), (0.25, MIDDLE), (0.1, ROW), (0.1, FIELD)), data.FAST),
     Phase(4690, (2.2e-3, 1.98e-3), ((0.3, SMALL), (0.46, MIDDLE), (0.1, ROW), (0.1, FIELD), (0.04, NATIVE)), data.FAST),
-    Phase(5123, (1.84e-3, 1.1e-3), DECAY_MIX, data.CENTRED),
+    Phase(5123, (1.84e-3, 1.01e-3), DECAY_MIX, data.CENTRED),
 )
 # Where to go on from the shipped weights, given hours: tried for 140 steps only, see the model card.
 LONGER = (
