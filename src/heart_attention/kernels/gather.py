@@ -47,8 +47,11 @@ def _run_head(plan: Plan, b: int, h: int, q: Tensor, k: Tensor, v: Tensor, out: 
     keys, values = (_sorted(x, k_perm, plan.n_k) for x in (k, v))  # [Nk, D]
     result = torch.empty_like(queries) if q_perm is not None else out[: plan.n_q]
     q_starts, rows = plan.boundaries("q", b, h).tolist(), plan.row_ptr[b, h].tolist()
-    take = _take_runs if plan.kind == "block" else _take_scattered
     starts = plan.boundaries("k", b, h)
+    if plan.kind == "block":
+        take, starts = _take_runs, starts.tolist()
+    else:
+        take = _take_scattered
     for i, (start, end) in enumerate(itertools.pairwise(q_starts)):
         if start < end:
             row_keys, row_values = take(keys, values, plan.cols[rows[i] : rows[i + 1]], starts)
@@ -70,14 +73,14 @@ def _sorted(x: Tensor, perm: Tensor | None, n: int) -> Tensor:
     return x[:n] if perm is None else x.index_select(0, perm.long())
 
 
-def _take_runs(keys: Tensor, values: Tensor, kept: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def _take_runs(keys: Tensor, values: Tensor, kept: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
     """Rows of the kept blocks, neighbouring blocks copied as one run (a single run: a view)."""
     runs: list[tuple[int, int]] = []
-    for start, end in zip(starts[kept].tolist(), starts[kept + 1].tolist()):
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], end)
+    for block in kept.tolist():
+        if runs and runs[-1][1] == starts[block]:
+            runs[-1] = (runs[-1][0], starts[block + 1])
         else:
-            runs.append((start, end))
+            runs.append((starts[block], starts[block + 1]))
     if len(runs) == 1:
         return keys[runs[0][0] : runs[0][1]], values[runs[0][0] : runs[0][1]]
     return torch.cat([keys[s:e] for s, e in runs]), torch.cat([values[s:e] for s, e in runs])
@@ -97,7 +100,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], scale=scale)[0, 0]
     # Two plain products are quicker here than SDPA, which cuts so few query rows too finely.
-    return ((q * scale) @ k.T).softmax(dim=-1) @ v
+    scores = (q * scale) @ k.T
+    if scores.requires_grad:
+        return scores.softmax(dim=-1) @ v
+    torch.softmax(scores, dim=-1, out=scores)  # in place: a fresh matrix each time costs more than the softmax
+    return scores @ v
 
 
 KERNEL = Gather()
