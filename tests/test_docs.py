@@ -1,12 +1,17 @@
 """Examples in the README and the docs run; links between pages lead somewhere."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ELSEWHERE = ("CHANGELOG.md", "CONTRIBUTING.md", "src/**/*.md", "tools/**/*.md", "tests/**/*.md")
+MARKDOWN = [*PAGES, *sorted(p for pattern in ELSEWHERE for p in ROOT.glob(pattern))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)  # ```py blocks need a GPU or the hub: not run
 
 
@@ -33,12 +38,38 @@ def test_examples_run(page, tmp_path, monkeypatch, registries):
     assert namespace
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def anchors(page: Path) -> set[str]:
+    """What a link into `page` can point at: its headings, as GitHub and mkdocs name them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def leads_nowhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return not target.exists() or bool(anchor and target.suffix == ".md" and anchor not in anchors(target))
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", text)]
-    missing = [t for t in targets if t and not t.startswith(("http:", "https:")) and not (page.parent / t).exists()]
-    assert not missing
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", without_code(page)))
+    assert not [link for link in links if not link.startswith(("http:", "https:")) and leads_nowhere(page, link)]
+
+
+def test_the_strict_build_refuses_what_leads_nowhere(tmp_path):
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    broken = ["nowhere.md", "limits.md#no-such-heading", "images/no-such-picture.png"]
+    with open(tmp_path / "docs" / "index.md", "a") as page:
+        page.writelines(f"\n![text]({t})\n" if t.endswith("png") else f"\n[text]({t})\n" for t in broken)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode
+    assert not [t for t in broken if t not in done.stderr], done.stderr
 
 
 def test_the_site_knows_every_page():
