@@ -63,6 +63,43 @@ def test_distance_follows_the_definition(random_weights, net):
         assert lpips.distance(a, a, net).item() == 0
 
 
+def torchmetrics_lpips(net: str, monkeypatch):
+    """torchmetrics' LPIPS with its own heads and scaling, on our convolutions (its own come from torchvision)."""
+    from torchmetrics.functional.image import lpips as theirs
+
+    def backbone(*_):
+        w, conv, out = lpips.weights(net), 0, []
+        for layer in lpips._layers(net):
+            if layer == "M":
+                out.append(torch.nn.MaxPool2d(3 if net == "alex" else 2, 2))
+                continue
+            weight = w[f"conv{conv}.weight"]
+            made = torch.nn.Conv2d(weight.shape[1], layer[0], layer[1], layer[2], layer[3])
+            made.load_state_dict({"weight": weight, "bias": w[f"conv{conv}.bias"]})
+            out += [made, torch.nn.ReLU()]
+            conv += 1
+        return out
+
+    monkeypatch.setattr(theirs, "_get_tv_model_features", backbone)
+    return theirs._LPIPS(net=net)
+
+
+def heads_of(model) -> dict[str, torch.Tensor]:
+    return {f"head{i}": layer.model[-1].weight.detach() for i, layer in enumerate(model.lins)}
+
+
+@pytest.mark.parametrize("net", ["alex", "vgg"])
+def test_distance_equals_torchmetrics(random_weights, monkeypatch, net):
+    model = torchmetrics_lpips(net, monkeypatch)
+    mixed = {**lpips.weights(net), **heads_of(model)}
+    monkeypatch.setattr(lpips, "weights", lambda _: mixed)
+    a, b = torch.rand(2, 2, 3, 64, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        expected = model(a, b).flatten()
+        torch.testing.assert_close(lpips.distance(a, b, net), expected, rtol=1e-4, atol=1e-6)
+    assert expected.min() > 0
+
+
 def test_pickle_is_never_run(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -85,7 +122,7 @@ def test_a_replaced_archive_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_real_weights_order_distortions(tmp_path, monkeypatch):
-    """Fetches the archive (64 MB) with pip, then checks what LPIPS is known for."""
+    """Fetches the archive (64 MB) with pip, then checks what LPIPS is known for, and against torchmetrics."""
     monkeypatch.setenv("HEART_CACHE", str(tmp_path))
     lpips.fetch()
     y, x = np.mgrid[0:96, 0:96]
@@ -95,4 +132,9 @@ def test_real_weights_order_distortions(tmp_path, monkeypatch):
     for net in ("alex", "vgg"):
         values = [lpips.lpips(v, clean, net) for v in noisy]
         assert 0 < values[0] < values[1] < values[2]
+        theirs = torchmetrics_lpips(net, monkeypatch)
+        for name, head in heads_of(theirs).items():
+            torch.testing.assert_close(lpips.weights(net)[name], head, rtol=0, atol=0)
+        a, b = (torch.from_numpy(v).permute(0, 3, 1, 2) / 127.5 - 1 for v in (noisy[1], clean))
+        assert values[1] == pytest.approx(theirs(a, b).item(), rel=1e-4)
     assert lpips.lpips(noisy[1], clean, "vgg") != lpips.lpips(noisy[1], clean, "vgg", unit_range=True)

@@ -1,8 +1,11 @@
-"""PSNR and SSIM against scikit-image, and their laws."""
+"""PSNR and SSIM against scikit-image and torchmetrics, and their laws."""
 
 import numpy as np
 import pytest
+import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from torchmetrics.functional.image import peak_signal_noise_ratio as torchmetrics_psnr
+from torchmetrics.functional.image import structural_similarity_index_measure as torchmetrics_ssim
 
 from heart_attention import HeartError, metrics
 
@@ -30,6 +33,27 @@ def test_ssim_equals_scikit_image(pair, function, options):
     options |= {"use_sample_covariance": False, "data_range": 255, "channel_axis": 2}
     expected = np.mean([structural_similarity(a, b, **options) for a, b in zip(*pair)])
     assert function(*pair) == pytest.approx(expected, abs=1e-9)
+
+
+def channels_first(video: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(video).permute(0, 3, 1, 2).double()
+
+
+def test_psnr_equals_torchmetrics(pair):
+    a, b = map(channels_first, pair)
+    each = torchmetrics_psnr(a, b, data_range=255.0, reduction="none", dim=(1, 2, 3))
+    assert metrics.psnr(*pair) == pytest.approx(each.mean().item(), abs=1e-6)
+    assert metrics.psnr_pooled(*pair) == pytest.approx(torchmetrics_psnr(a, b, data_range=255.0).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("function, options", [
+    (metrics.ssim, {"gaussian_kernel": True, "sigma": 1.5}),
+    (metrics.ssim_box, {"gaussian_kernel": False, "kernel_size": 11}),
+])  # fmt: skip
+def test_ssim_equals_torchmetrics(pair, function, options):
+    _, full = torchmetrics_ssim(*map(channels_first, pair), data_range=255.0, return_full_image=True, **options)
+    valid = full[..., 5:-5, 5:-5]  # torchmetrics mirrors at the border and averages over it too
+    assert function(*pair) == pytest.approx(valid.mean().item(), abs=1e-6)
 
 
 def test_identical_videos_are_perfect(pair):
