@@ -38,6 +38,14 @@ def test_a_second_run_generates_nothing(finished, tiny_pipe, monkeypatch):
     monkeypatch.setattr(compare, "generate", lambda *a, **k: pytest.fail("generated again"))
     again = compare.run(tiny_pipe, chosen, [results["rows"][0]["prompt"]], [0], setting, out)
     assert again["rows"] == results["rows"]
+    assert "every record was there already" in compare.overhead_line(again)
+
+
+def test_the_overhead_is_told(finished):
+    *_, results = finished
+    share = results["provenance"]["overhead"]
+    assert share > 0
+    assert compare.overhead_line(results).startswith(f"overhead {share:.1%} of the generations")
 
 
 def test_a_lost_video_is_made_again(finished, tiny_pipe):

@@ -339,6 +339,14 @@ def text_table(summary: Sequence[dict]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
+def overhead_line(results: dict) -> str:
+    """What a comparison cost on top of its generations, in one line."""
+    share = results["provenance"].get("overhead")
+    if share is None:
+        return "nothing was generated: every record was there already"
+    return f"overhead {share:.1%} of the generations (videos, metrics, records)"
+
+
 def write_tables(results: dict, out: str | Path) -> list[dict]:
     """`table.md`, `table.csv` and `table.json` beside the results; returns the summary."""
     import csv

@@ -145,7 +145,10 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.scores:
         results = judges.attach_scores(results, args.scores)
     summary = compare.write_tables(results, args.out)
-    print(json.dumps(summary, indent=1) if args.json else compare.text_table(summary))
+    if args.json:
+        print(json.dumps(summary, indent=1))
+        return 0
+    print(f"{compare.text_table(summary)}\n\n{compare.overhead_line(results)}")
     return 0
 
 
