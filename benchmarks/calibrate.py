@@ -27,8 +27,12 @@ import numpy as np
 import torch
 
 from heart_attention import compare, methods, pipelines, reuse, tiny
-from heart_attention.calibration import error, gradient, probes, run, solver, trajectory
+from heart_attention.calibration import error, gradient, planning, probes, run, solver, trajectory
 from heart_attention.calibration.heads import DENSE
+from heart_attention.calibration.methods import assign, by_isolated, by_joint, by_probes
+from heart_attention.calibration.runner import Runner
+from heart_attention.calibration.search import shared_choice
+from heart_attention.calibration.settings import CANDIDATES, PAPER_CANDIDATES
 from heart_attention.calibration.store import Store
 from heart_attention.calibration.work import Local, Worker
 from heart_attention.config import preset
@@ -55,11 +59,11 @@ def settings_of(pipe: Any, args: argparse.Namespace, **more: Any) -> run.Setting
 def contexts_of(pipe: Any, settings: run.Settings, work: Path, count: int) -> list[trajectory.Context]:
     """Some calibration contexts, made once."""
     settings = dataclasses.replace(settings, contexts=count, held_out=(), method="isolated")
-    store = Store(work, run.plan(pipe, settings))
-    drawn = run.draw_contexts(settings, *_size(pipe))
+    store = Store(work, planning.plan(pipe, settings))
+    drawn = planning.draw_contexts(settings, *_size(pipe))
     worker = Worker(pipe, settings.job())
     try:
-        run.Runner(store, Local(worker), None).trajectories(settings, drawn)
+        Runner(store, Local(worker), None).trajectories(settings, drawn)
     finally:
         worker.close()
     return [trajectory.from_bytes(store.trajectories.read(p, s)) for p, s in drawn.calibration]
@@ -146,29 +150,32 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
 
     One store serves all methods: the same trajectories, the same contexts, the same seven candidates.
     """
-    settings = settings_of(pipe, args, method="probes", candidates=run.CANDIDATES)
-    store = Store(args.work / f"{Path(name).name}-{args.size}-{args.backbone}", run.plan(pipe, settings))
+    settings = settings_of(pipe, args, method="probes", candidates=CANDIDATES)
+    store = Store(args.work / f"{Path(name).name}-{args.size}-{args.backbone}", planning.plan(pipe, settings))
     size, seconds = _size(pipe), {}
-    contexts = run.draw_contexts(settings, *size)
+    contexts = planning.draw_contexts(settings, *size)
     worker = Worker(pipe, settings.job())
     clock = _stages(seconds)
-    runner = run.Runner(store, Local(worker), clock)
+    runner = Runner(store, Local(worker), clock)
     rows: dict[str, Any] = {}
     try:
         runner.trajectories(settings, contexts)
         jointly = dataclasses.replace(settings, method="joint", strata="sparse")
-        joint = run.by_joint(jointly, contexts, runner, *size)
-        figures = run._verification(jointly, contexts, runner, joint, *size)
-        made = run._to_file(
-            jointly, joint, figures, {**run.plan(pipe, jointly), "grid": run._grid(pipe.transformer, store, contexts)}
+        joint = by_joint(jointly, contexts, runner, *size)
+        figures = run.verification_of(jointly, contexts, runner, joint, *size)
+        made = run.to_file(
+            jointly,
+            joint,
+            figures,
+            {**planning.plan(pipe, jointly), "grid": run.grid_of(pipe.transformer, store, contexts)},
         )
         made.save(args.work / f"{args.backbone}.heart.json")
-        isolated = run.by_isolated(dataclasses.replace(settings, method="isolated"), contexts, runner, *size)
-        probed = run.by_probes(settings, contexts, runner, *size)
-        three = _restricted(settings, contexts, runner, probed, run.PAPER_CANDIDATES)
+        isolated = by_isolated(dataclasses.replace(settings, method="isolated"), contexts, runner, *size)
+        probed = by_probes(settings, contexts, runner, *size)
+        three = _restricted(settings, contexts, runner, probed, PAPER_CANDIDATES)
         found = {"shared": None, "probes, 3 candidates (the paper's)": three, "probes, 7 candidates": probed}
         found |= {"isolated gradients, 7 candidates": isolated, "joint gradients, 7 candidates": joint}
-        shared = run.shared_choice(settings, *size)
+        shared = shared_choice(settings, *size)
         base = {w: runner.verify("verifying", getattr(contexts, w), shared) for w in ("calibration", "held_out")}
         for label, outcome in found.items():
             choice = shared if outcome is None else outcome.choice
@@ -190,7 +197,7 @@ def _restricted(settings: Any, contexts: Any, runner: Any, probed: Any, candidat
     """The assignment when only some candidates may be chosen: the others get a prohibitive error."""
     E = probed.error.copy()
     E[..., [t not in candidates for t in settings.taus]] = 1e6 * E.sum()
-    return run._assign(settings, contexts, runner, E, probed.sparsity)
+    return assign(settings, contexts, runner, E, probed.sparsity)
 
 
 def _row(settings: Any, contexts: Any, runner: Any, choice: Any, base: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import torch
 from models_for_tests import CALL, wan_pipe
 
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.calibration import file, run, store
+from heart_attention.calibration import file, planning, run, search, store
+from heart_attention.calibration.settings import METHODS
 from heart_attention.errors import HeartError
 
 HERE = Path(__file__).parent
@@ -47,7 +48,7 @@ def settings(method="joint", backbone=None, **more):
 def finished(pipe, tmp_path_factory):
     """A finished calibration by each method: (folder, calibration, stages seen)."""
     made = {}
-    for method in run.METHODS:
+    for method in METHODS:
         work, stages = tmp_path_factory.mktemp(method), []
         made[method] = (
             work,
@@ -70,7 +71,7 @@ def test_killed_at_random_moments_the_file_is_the_same(tmp_path, method):
     assert told["records"][-1][1] == told["total"]
 
 
-@pytest.mark.parametrize("method", run.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_calibration_is_complete_and_saves(finished, method, tmp_path, pipe):
     _, made, stages = finished[method]
     path = made.save(tmp_path / "x.heart.json")
@@ -89,12 +90,12 @@ def test_a_calibration_is_complete_and_saves(finished, method, tmp_path, pipe):
 def test_joint_never_ends_above_the_shared_threshold(finished):
     figures = finished["joint"][1].verification["calibration"]
     assert figures["chosen"]["error"] <= figures["shared"]["error"]
-    assert figures["chosen"]["sparsity"] >= figures["shared"]["sparsity"] - run.SLACK
+    assert figures["chosen"]["sparsity"] >= figures["shared"]["sparsity"] - search.SLACK
 
 
 def test_probes_tables_are_means_of_the_heads_own_contexts(finished, pipe):
     work, made, _ = finished["probes"]
-    contexts = run.draw_contexts(settings("probes"), 2, 2)
+    contexts = planning.draw_contexts(settings("probes"), 2, 2)
     for layer in range(2):
         for head in range(2):
             own = [at for at, wanted in contexts.probes.items() if head in wanted.get(layer, ())]
@@ -210,9 +211,9 @@ def test_svg2_and_the_conditional_velocity(pipe, tmp_path):
 
 def test_other_budgets(pipe, finished):
     _, made, _ = finished["isolated"]
-    looser = run._solve(settings("isolated", min_sparsity=0.1), made.E, made.S)
+    looser = search.solve(settings("isolated", min_sparsity=0.1), made.E, made.S)
     assert looser.sparsity >= 0.1 and looser.objective <= made.solver["objective"]
-    by_mean = run._solve(settings("isolated", max_mean_threshold=0.8), made.E, made.S)
+    by_mean = search.solve(settings("isolated", max_mean_threshold=0.8), made.E, made.S)
     assert by_mean.thresholds.mean() <= 0.8 + 1e-9
 
 

@@ -1,0 +1,80 @@
+"""The plan of a calibration: which prompts and steps are measured, and the document that names the work."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from . import draws, file
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The (prompt, step) pairs of a calibration; held-out prompts are numbered after the calibration prompts."""
+
+    probes: dict[tuple[int, int], dict[int, tuple[int, ...]]]  # (prompt, step) -> layer -> heads
+    calibration: list[tuple[int, int]]
+    held_out: list[tuple[int, int]]
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        """The steps of each prompt that must be recorded."""
+        found: dict[int, set[int]] = {}
+        for p, s in [*self.probes, *self.calibration, *self.held_out]:
+            found.setdefault(p, set()).add(s)
+        return {p: tuple(sorted(steps)) for p, steps in sorted(found.items())}
+
+
+def draw_contexts(settings: Settings, layers: int, heads: int) -> Contexts:
+    """All draws of a calibration: pure functions of the seed."""
+    count, seed = len(settings.prompts), settings.seed
+    intervals = draws.strata(settings.steps, settings.strata or "sparse", settings.dense_steps)
+    probes: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+    if settings.method == "probes":
+        prompt = draws.prompt_of_heads(seed, layers, heads, count)
+        for layer in range(layers):
+            for head in range(heads):
+                for step in draws.steps_of_head(seed, layer, head, intervals):
+                    at = probes.setdefault((int(prompt[layer, head]), step), {})
+                    at[layer] = (*at.get(layer, ()), head)
+    used = draws.strata(settings.steps, "sparse", settings.dense_steps)
+    common = intervals if settings.method != "probes" else used
+    calibration = draws.contexts(seed, "calibration", count, common, settings.contexts)
+    held_out: list[tuple[int, int]] = []
+    if settings.held_out and settings.held_out_contexts:
+        drawn = draws.contexts(seed, "held-out", len(settings.held_out), used, settings.held_out_contexts)
+        held_out = [(count + p, s) for p, s in drawn]
+    return Contexts(probes, calibration, held_out)
+
+
+def weights_sample(transformer: Any) -> str:
+    """SHA-256 over some numbers of every weight: tells other values of the same shapes without reading them all."""
+    found = hashlib.sha256()
+    for name, weight in sorted(transformer.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", copy=True).float()
+        found.update(name.encode() + some.numpy().tobytes())
+    return found.hexdigest()
+
+
+def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
+    """Everything that decides the result, as plain JSON; its hash names the work."""
+    return {
+        "model": file.fingerprint(pipe.transformer),
+        "weights": weights_sample(pipe.transformer),
+        "scheduler": type(pipe.scheduler).__name__,
+        "backbone": settings.backbone.to_dict(),
+        **{n: getattr(settings, n) for n in _PLAIN},
+        "call": dict(settings.call),
+        "error_settings": dict(settings.error_settings),
+        "generator": draws.GENERATOR,
+        "versions": file.versions(),
+    }
+
+
+_PLAIN = (
+    "method", "candidates", "shared", "strata", "velocity", "error", "prompts", "held_out", "seed", "dense_steps",
+    "order", "contexts", "held_out_contexts", "rounds", "gamma", "start", "min_sparsity", "max_mean_threshold",
+    "realised", "kernel", "scale_clusters",
+)  # fmt: skip
