@@ -29,7 +29,8 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
         model: a diffusers video pipeline, or its transformer alone.
         config: "xattention" or "svg2" (the preset for this model), a preset's name, a `HeartConfig`, or a
             JSON
-            file with one (or with a calibration).
+            file with one (or with a calibration); for a pipeline with two transformers a list of both
+            calibrations' files.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
     from .models import family_of, intercept
@@ -133,6 +134,8 @@ def resolve(config: Any, model: Any = None) -> tuple[HeartConfig, str]:
         return config, ""
     if isinstance(config, Mapping):
         return HeartConfig.from_dict(config), ""
+    if isinstance(config, list | tuple):
+        return _from_calibration(config, model)
     if isinstance(config, str) and not config.endswith(".json"):
         return configs.find_preset(config, model)
     if not isinstance(config, str | os.PathLike):
@@ -146,9 +149,9 @@ def resolve(config: Any, model: Any = None) -> tuple[HeartConfig, str]:
 def _from_calibration(path: Any, model: Any) -> tuple[HeartConfig, str]:
     """The preset for this model with a calibration's backbone settings and thresholds."""
     from . import backbones
-    from .calibration.file import Calibration
+    from .calibration import experts
 
-    calibration = Calibration.load(path)
+    calibration = experts.load(path)
     backbone = calibration.backbone
     backbone = backbones.from_dict(backbone) if isinstance(backbone, dict) else backbone
     base, note = configs.find_preset(backbone.name, model)
@@ -200,10 +203,12 @@ def _shape(family: Any, transformer: Any) -> tuple[int, int]:
 
 def _check(config: HeartConfig, transformers: list[Any]) -> None:
     """A config or calibration made for another model is refused here, before anything is touched."""
-    for transformer in transformers:
+    from .calibration import experts
+
+    for transformer, thresholds in zip(transformers, experts.for_each(config.thresholds, len(transformers))):
         configs.check_model(config, transformer)
-        if hasattr(config.thresholds, "check"):
-            config.thresholds.check(transformer)
+        if hasattr(thresholds, "check"):
+            thresholds.check(transformer)
 
 
 def _where(where: Any) -> Where:

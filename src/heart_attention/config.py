@@ -179,6 +179,10 @@ def _freeze_thresholds(value: Any) -> Any:
         return value
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if isinstance(value, list | tuple) and value and all(hasattr(x, "thresholds") for x in value):
+        from .calibration.experts import Experts
+
+        return Experts(tuple(value))
     if isinstance(value, Sequence) and not isinstance(value, str):
         parts = tuple(_freeze_thresholds(x) for x in value)
         if len({_shape(p) for p in parts}) > 1 or not parts:

@@ -24,7 +24,7 @@ def shipped_calibration(backbone: str, model: str) -> str | None:
     return str(path) if path.is_file() else None
 
 
-def build(name: str, pipe, model: str, calibrations: dict[str, str] | None = None, **changes: Any) -> Method:
+def build(name: str, pipe, model: str, calibrations: dict[str, list[str]] | None = None, **changes: Any) -> Method:
     """The method of that name for this pipeline; `changes` replace fields of its config."""
     from .config import HeartConfig, preset
     from .reuse import Always
@@ -49,7 +49,7 @@ def build(name: str, pipe, model: str, calibrations: dict[str, str] | None = Non
                 f"method {name!r} needs a calibration: make one with `heart calibrate --backbone {backbone}`"
             )
         if path is not None:
-            from .calibration.file import Calibration
+            from .calibration import experts
 
-            config = dataclasses.replace(config, thresholds=Calibration.load(path))
+            config = dataclasses.replace(config, thresholds=experts.load(path))
     return Method(name, dataclasses.replace(config, **changes) if changes else config)

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from . import draws, file
+from . import draws, experts, file
 from .settings import Settings
 
 
@@ -26,10 +26,17 @@ class Contexts:
         return {p: tuple(sorted(steps)) for p, steps in sorted(found.items())}
 
 
-def draw_contexts(settings: Settings, layers: int, heads: int) -> Contexts:
-    """All draws of a calibration: pure functions of the seed."""
+def _strata(settings: Settings, kind: str, served: tuple[int, int] | None) -> list[tuple[int, int]]:
+    """The step intervals that draws are taken from, within the steps that the transformer serves."""
+    first, last = served or (0, settings.steps - 1)
+    found = draws.strata(last - first + 1, kind, max(0, settings.dense_steps - first))
+    return [(first + a, first + b) for a, b in found]
+
+
+def draw_contexts(settings: Settings, layers: int, heads: int, served: tuple[int, int] | None = None) -> Contexts:
+    """All draws of a calibration: pure functions of the seed. `served`: first and last step, if not all."""
     count, seed = len(settings.prompts), settings.seed
-    intervals = draws.strata(settings.steps, settings.strata or "sparse", settings.dense_steps)
+    intervals = _strata(settings, settings.strata or "sparse", served)
     probes: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
     if settings.method == "probes":
         prompt = draws.prompt_of_heads(seed, layers, heads, count)
@@ -38,7 +45,7 @@ def draw_contexts(settings: Settings, layers: int, heads: int) -> Contexts:
                 for step in draws.steps_of_head(seed, layer, head, intervals):
                     at = probes.setdefault((int(prompt[layer, head]), step), {})
                     at[layer] = (*at.get(layer, ()), head)
-    used = draws.strata(settings.steps, "sparse", settings.dense_steps)
+    used = _strata(settings, "sparse", served)
     common = intervals if settings.method != "probes" else used
     calibration = draws.contexts(seed, "calibration", count, common, settings.contexts)
     held_out: list[tuple[int, int]] = []
@@ -60,9 +67,13 @@ def weights_sample(transformer: Any) -> str:
 
 def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
     """Everything that decides the result, as plain JSON; its hash names the work."""
+    transformer, one_of_two = experts.chosen(pipe, settings.transformer), {}
+    if experts.are_two(pipe):
+        served = experts.served(pipe, settings.transformer, settings.steps)
+        one_of_two = {"transformer": settings.transformer, "served": list(served)}
     return {
-        "model": file.fingerprint(pipe.transformer),
-        "weights": weights_sample(pipe.transformer),
+        "model": file.fingerprint(transformer),
+        "weights": weights_sample(transformer),
         "scheduler": type(pipe.scheduler).__name__,
         "backbone": settings.backbone.to_dict(),
         **{n: getattr(settings, n) for n in _PLAIN},
@@ -70,6 +81,7 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
         "error_settings": dict(settings.error_settings),
         "generator": draws.GENERATOR,
         "versions": file.versions(),
+        **one_of_two,
     }
 
 

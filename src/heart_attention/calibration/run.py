@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import HeartError
 from ..models import family_of
-from . import draws, file, trajectory
+from . import draws, experts, file, trajectory
 from .methods import BY_NAME
 from .planning import Contexts, draw_contexts, plan
 from .runner import Progress, Runner
@@ -57,10 +57,6 @@ def measure(
     ray: str | None = None, loader: Callable[[], Any] | None = None, workers: int | None = None,
 ) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:  # fmt: skip
     """All of a calibration but the file: outcome, verification figures, plan."""
-    if getattr(pipe, "transformer_2", None) is not None:
-        raise HeartError(
-            "this pipeline has two transformers: calibrate each as a pipeline of its own (transformer_2=None)"
-        )
     document = plan(pipe, settings)
     store = Store(work, document, resume)
     layers, heads = document["model"]["layers"], document["model"]["heads"]
@@ -68,13 +64,14 @@ def measure(
         crew = _crew(pipe, settings, ray, loader, workers)
         try:
             runner = Runner(store, crew, progress)
-            contexts = draw_contexts(settings, layers, heads)
+            contexts = draw_contexts(settings, layers, heads, document.get("served"))
             runner.trajectories(settings, contexts)
             outcome = BY_NAME[settings.method](settings, contexts, runner, layers, heads)
             verification = verification_of(settings, contexts, runner, outcome, layers, heads)
         finally:
             crew.close()
-    return outcome, verification, {**document, "grid": grid_of(pipe.transformer, store, contexts)}
+    document["grid"] = grid_of(experts.chosen(pipe, settings.transformer), store, contexts)
+    return outcome, verification, document
 
 
 def grid_of(transformer: Any, store: Store, contexts: Contexts) -> list[int] | None:
@@ -122,6 +119,7 @@ def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], 
         "shared", "strata", "velocity", "dense_steps", "order", "scale_clusters", "contexts", "rounds", "gamma",
         "start", "realised", "weights", "grid",
     )  # fmt: skip
+    one_of_two = {name: document[name] for name in ("transformer", "served") if name in document}
     return file.Calibration(
         thresholds=taus[np.asarray(outcome.choice)],
         backbone=settings.backbone.to_dict(),
@@ -143,6 +141,7 @@ def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], 
         seed=settings.seed,
         versions=file.versions(),
         settings={name: document[name] for name in kept}
-        | {"generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale")},
+        | {"generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale")}
+        | one_of_two,
         extra=extra,
     )

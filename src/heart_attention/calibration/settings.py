@@ -36,6 +36,7 @@ class Settings:
             rather than the mean of the table. None: so for joint and isolated, the table (the paper's way) for probes.
         dense_steps: steps that stay dense at inference.
         order, kernel, scale_clusters: as in `HeartConfig`.
+        transformer: which of a pipeline's two transformers (Wan2.2); None for a pipeline with one.
     """
 
     backbone: Any
@@ -62,6 +63,7 @@ class Settings:
     realised: bool | None = None
     kernel: str = "auto"
     scale_clusters: bool = False
+    transformer: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -104,4 +106,7 @@ class Settings:
 
     def job(self) -> Job:
         """What workers must know."""
-        return Job(self.spec(), dict(self.call), self.seed, self.velocity, self.error, dict(self.error_settings))
+        return Job(
+            self.spec(), dict(self.call), self.seed, self.velocity, self.error, dict(self.error_settings),
+            self.transformer,
+        )  # fmt: skip

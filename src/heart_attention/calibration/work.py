@@ -14,7 +14,7 @@ import torch
 
 from ..errors import HeartError
 from . import error as errors
-from . import gradient, probes, trajectory
+from . import experts, gradient, probes, trajectory
 from .heads import Spec
 from .replay import Replay
 from .store import digest
@@ -62,6 +62,7 @@ class Job:
     velocity: str
     error: str
     error_settings: dict[str, Any]
+    transformer: str | None = None  # of a pipeline with two
 
 
 class Worker:
@@ -70,7 +71,8 @@ class Worker:
     def __init__(self, pipe: Any, job: Job):
         self.pipe, self.job = pipe, job
         self.measure = errors.by_name(job.error, **job.error_settings)
-        self.replay = Replay(pipe.transformer, scheduler=pipe.scheduler)
+        self.transformer = experts.chosen(pipe, job.transformer)
+        self.replay = Replay(self.transformer, scheduler=pipe.scheduler)
 
     def close(self) -> None:
         """Give the model back as it was."""
@@ -82,7 +84,7 @@ class Worker:
             yield task.names()[0], self._trajectory(task)
             return
         assert data is not None
-        context = trajectory.from_bytes(data).to(next(self.pipe.transformer.parameters()).device)
+        context = trajectory.from_bytes(data).to(next(self.transformer.parameters()).device)
         if self.job.velocity == "cond":
             context = context.conditional()
         if task.kind == "probe":

@@ -48,6 +48,7 @@ def _register_calibrate(commands) -> None:
     one.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
     one.add_argument("--backbone", default="xattention", choices=("xattention", "svg2"))
     one.add_argument("--out", required=True, metavar=f"F{SUFFIX}")
+    one.add_argument("--transformer", choices=("transformer", "transformer_2"), help="of a pipeline with two (Wan2.2)")
     how = one.add_argument_group("method")
     how.add_argument("--method", default="joint", choices=("joint", "isolated", "probes"), help="probes: the paper's")
     how.add_argument("--candidates", metavar="τ,τ,…", help="thresholds to choose from (default: by the method)")
@@ -155,7 +156,7 @@ def default_prompts(model: str) -> tuple[list[str], list[str]]:
 
 def _settings(args: argparse.Namespace, pipe: Any) -> Any:
     from .. import pipelines
-    from ..calibration import error, run, solver
+    from ..calibration import error, experts, run, solver
     from ..config import preset
 
     config = preset(args.backbone, pipe)
@@ -181,7 +182,8 @@ def _settings(args: argparse.Namespace, pipe: Any) -> Any:
             raise HeartError(f"--{name} is {given[name]}: it must be 1 or more")
     held_out = [p for p in held_out if p not in prompts]
     dense = config.dense_steps if args.dense_steps is None else args.dense_steps
-    room = max(call["num_inference_steps"] - dense, 1)  # short runs with few prompts have no more contexts
+    first, last = experts.served(pipe, args.transformer, call["num_inference_steps"])
+    room = max(last + 1 - max(first, dense), 1)  # short runs with few prompts have no more contexts
     given["contexts"] = given["contexts"] or min(run.Settings.contexts, room * len(prompts))
     return run.Settings(
         backbone=config.backbone,
@@ -197,6 +199,7 @@ def _settings(args: argparse.Namespace, pipe: Any) -> Any:
         order=args.order or config.order,
         kernel=args.kernel,
         scale_clusters=config.scale_clusters,
+        transformer=args.transformer,
         **{limit: budget.value},
         **{k: v for k, v in given.items() if v is not None},
     )

@@ -104,12 +104,13 @@ def _setup(args, steps: int | None = None):
     return pipe, pipelines.call_arguments(args.model, pipe, args.size, args.frames, wanted, args.quick)
 
 
-def _calibrations(paths: list[str] | None) -> dict[str, str]:
+def _calibrations(paths: list[str] | None) -> dict[str, list[str]]:
+    """The files of each backbone: one, or one for each of a pipeline's two transformers."""
     from ..calibration.file import Calibration
 
-    found = {}
+    found: dict[str, list[str]] = {}
     for path in paths or []:
-        found[Calibration.load(path).backbone["name"]] = path
+        found.setdefault(Calibration.load(path).backbone["name"], []).append(path)
     return found
 
 

@@ -28,7 +28,9 @@ def register(commands) -> None:
     one.add_argument("--prompt", required=True)
     one.add_argument("--out", default="video.mp4", metavar="FILE.mp4")
     one.add_argument("--preset", default="xattention", help="backbone or preset name (default xattention)")
-    one.add_argument("--calibration", metavar="F.heart.json", help="per-head thresholds")
+    one.add_argument(
+        "--calibration", action="append", metavar="F.heart.json", help="per-head thresholds (twice: two transformers)"
+    )
     one.add_argument("--dense", action="store_true", help="without HEART")
     one.add_argument("--steps", type=int)
     one.add_argument("--seed", type=int, default=0)
@@ -141,11 +143,11 @@ def run_generate(args: argparse.Namespace) -> int:
 def _preset_method(args, pipe):
     """The preset the user named, with their calibration or the one shipped with the embedded model."""
     from .. import compare, methods
-    from ..calibration.file import Calibration
+    from ..calibration import experts
     from ..config import preset
 
     config = preset(args.preset, pipe)
     path = args.calibration or methods.shipped_calibration(config.backbone.name, args.model)
     if path:
-        config = config.replace(thresholds=Calibration.load(path))
+        config = config.replace(thresholds=experts.load(path))
     return compare.Method(args.preset, config)

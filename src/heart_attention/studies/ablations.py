@@ -30,7 +30,7 @@ class Bench:
     seeds: Sequence[int]
     setting: compare.Setting
     out: Path
-    calibrations: dict[str, str]
+    calibrations: dict[str, list[str]]
     progress: Callable | None = None
 
     def method(self, part: str, name: str | None = None, **changes) -> compare.Method:
