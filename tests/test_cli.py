@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from heart_attention import cli
+from heart_attention import HeartError, cli, tiny
 
 COMMANDS = ("demo", "generate", "calibrate", "solve", "show", "compare", "ablate", "study", "tune-delta", "report",
             "project", "fetch-weights", "info")  # fmt: skip
@@ -35,11 +36,57 @@ def test_wrong_usage_is_2(words, capsys):
     (["compare", "--metrics", "fid"], "unknown metric"),
     (["compare", "--prompts", "/nowhere.txt"], "no prompts file"),
     (["fetch-weights", "lpips", "--file", "/nowhere"], "no archive"),
+    (["generate", "--prompt", "x", "--device", "abacus"], "--debug"),
 ])  # fmt: skip
 def test_failures_are_one_sentence_and_1(words, sentence, capsys):
     assert cli.main(words) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("heart: ") and sentence in error
+
+
+@pytest.fixture
+def bad_files(tmp_path, monkeypatch):
+    """Files that are not what a command expects, in the present folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    for name, rows in (("numbers", [1]), ("none", []), ("parts", [{"method": "dense", "prompt": "x"}])):
+        (tmp_path / name).mkdir()
+        results = {"schema": "heart-results/1", "provenance": {}, "rows": rows}
+        (tmp_path / name / "results.json").write_text(json.dumps(results))
+
+
+CALIBRATION = str(Path(tiny.path()).parent / "calibrations" / "xattention.heart.json")
+
+
+@pytest.mark.parametrize("words, sentence", [
+    (["report", "numbers"], "incomplete"),
+    (["report", "none"], "no rows"),
+    (["report", "parts"], "incomplete"),
+    (["project", "--results", "numbers/results.json"], "no row with a density"),
+    (["project", "--prediction-share", "-1"], "prediction share"),
+    (["show", "folder"], "there is no file"),
+    (["show", CALIBRATION, "--export", "csv", "--out", "folder"], "is a folder"),
+    (["solve", CALIBRATION, "--budget", "much"], "shared=τ, sparsity=S or threshold=τ"),
+    (["compare", "--prompts", "latin.txt"], "UTF-8"),
+    (["compare", "--limit", "0"], "must be 1 or more"),
+    (["compare", "--seeds", ","], "numbers separated by commas"),
+    (["compare", "--metrics", "lpips_vgg"], "heart fetch-weights lpips"),
+    (["compare", "--calibration", "folder"], "there is no file"),
+    (["ablate", "objective", "--objectives", "mse"], "NAME=FILE"),
+    (["ablate", "delta", "--deltas", "small"], "numbers separated by commas"),
+    (["study", "iou", "--docs", "nowhere.md"], "no page"),
+])  # fmt: skip
+def test_bad_input_is_told_before_the_work(bad_files, words, sentence, capsys):
+    assert cli.main(words) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and error[0].startswith("heart: ") and sentence in error[0]
+
+
+def test_debug_shows_the_traceback(bad_files):
+    with pytest.raises(HeartError):
+        cli.main(["--debug", "report", "folder"])
 
 
 def test_generate_writes_a_video(tmp_path, capsys):

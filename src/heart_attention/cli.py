@@ -40,6 +40,12 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"heart: {error}", file=sys.stderr)
         return 1
+    except Exception as error:  # what nobody foresaw, most often a library that refuses an argument
+        if args.debug:
+            raise
+        lines = str(error).strip().splitlines() or ["no message"]
+        print(f"heart: {type(error).__name__}: {lines[0]} (--debug shows where)", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -366,9 +366,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_NEEDED = {"method", "prompt", "seed", "attention_s", "total_s", "density", "refresh_rate"}  # of a row, to be shown
+
+
 def load_results(folder: str | Path) -> dict:
     """Read and check a results folder."""
     results = read_json(Path(folder) / "results.json")
     if not isinstance(results, dict) or results.get("schema") != SCHEMA or not isinstance(results.get("rows"), list):
         raise HeartError(f"{folder}/results.json is not of schema {SCHEMA!r}: make it again with `heart compare`")
+    whole = all(isinstance(row, dict) and row.keys() >= _NEEDED for row in results["rows"])
+    if not whole or not results["rows"] or not isinstance(results.get("provenance"), dict):
+        raise HeartError(f"{folder}/results.json has no rows or incomplete ones: make it again with `heart compare`")
     return results

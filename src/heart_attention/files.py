@@ -32,6 +32,8 @@ def cache_dir() -> Path:
 def write_atomic(path: str | os.PathLike, data: bytes | str) -> Path:
     """Write `data` to a temporary name in the same folder, flush it to disk and rename it: whole or absent."""
     path = Path(path)
+    if path.is_dir():
+        raise HeartError(f"{str(path)!r} is a folder: give the name of a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = data.encode() if isinstance(data, str) else data
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)

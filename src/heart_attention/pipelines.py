@@ -77,7 +77,10 @@ def read_prompts(path: str) -> list[str]:
     file = Path(path)
     if not file.is_file():
         raise HeartError(f"there is no prompts file {path!r}: give a text file with one prompt a line")
-    lines = [line.strip() for line in file.read_text().splitlines()]
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError:
+        raise HeartError(f"{path} is not a text file in UTF-8: give one with a prompt a line") from None
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
         raise HeartError(f"{path} holds no prompt: write one a line")

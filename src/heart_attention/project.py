@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,8 @@ def project(
         sparse_steps = model.steps - dense_steps
         once, first = prediction_time(model, device, backbone)
         if prediction_share is not None:
+            if not 0 <= prediction_share < math.inf:
+                raise HeartError(f"a prediction share of {prediction_share} cannot be: give a number from 0 on")
             once = first = prediction_share * dense_attention / model.steps / model.forwards
         later = max(refresh * sparse_steps - 1, 0)  # the first sparse step refreshes every head
         drift = drift_time(model, device) * sparse_steps if refresh < 1 else 0.0
@@ -246,10 +249,11 @@ def validation() -> list[dict[str, Any]]:
 
 def from_results(path: Path, models: list[Model], devices: list[Device]) -> list[Projection]:
     """What the densities and refresh rates measured in a results file would give on real models."""
-    rows = read_json(path, RESULTS_LIMIT).get("rows", [])
+    data = read_json(path, RESULTS_LIMIT)
+    rows = data.get("rows") if isinstance(data, dict) else None
     methods: dict[str, list[dict]] = {}
-    for row in rows:
-        if row.get("density") is not None and row.get("method", "dense") != "dense":
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, dict) and row.get("density") is not None and row.get("method", "dense") != "dense":
             methods.setdefault(row["method"], []).append(row)
     if not methods:
         raise HeartError(f"{path} holds no row with a density: give the results.json of heart compare or heart demo")

@@ -77,9 +77,12 @@ def register(commands) -> None:
 
 def _numbers(text: str, kind, name: str) -> list:
     try:
-        return [kind(part) for part in text.split(",") if part.strip()]
+        found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise HeartError(f"--{name} is {text!r}: give numbers separated by commas") from None
+        found = []
+    if not found:
+        raise HeartError(f"--{name} is {text!r}: give numbers separated by commas")
+    return found
 
 
 def _prompts(args, split: str, default: int) -> list[str]:
@@ -93,7 +96,9 @@ def _prompts(args, split: str, default: int) -> list[str]:
         found = tiny.prompts(split)[:default]
     else:
         raise HeartError(f"no prompts for model {args.model!r}: give a file with --prompts, one prompt a line")
-    return found[: args.limit] if args.limit else found
+    if args.limit is not None and args.limit < 1:
+        raise HeartError(f"--limit is {args.limit}: it must be 1 or more")
+    return found[: args.limit]
 
 
 def _setup(args, steps: int | None = None):
@@ -124,14 +129,12 @@ def run_compare(args: argparse.Namespace) -> int:
     from .generate import Progress
 
     names = tuple(n.strip() for n in args.metrics.split(",") if n.strip())
-    unknown = [n for n in names if n not in metrics.CONVENTIONS]
-    if unknown:
-        raise HeartError(f"unknown metric {unknown[0]!r}: choose from {', '.join(metrics.CONVENTIONS)}")
-    pipe, call = _setup(args)
+    metrics.check(names)
     calibrations = _calibrations(args.calibration)
-    wanted = [m.strip() for m in args.methods.split(",") if m.strip()]
-    chosen = [methods.build(name, pipe, args.model, calibrations) for name in wanted]
     prompts, seeds = _prompts(args, "demo", 8), _numbers(args.seeds, int, "seeds")
+    wanted = [m.strip() for m in args.methods.split(",") if m.strip()]
+    pipe, call = _setup(args)
+    chosen = [methods.build(name, pipe, args.model, calibrations) for name in wanted]
     progress = Progress(call["num_inference_steps"] * len(prompts) * len(seeds) * len(chosen))
     setting = compare.Setting(args.model, call, names)
     try:
@@ -159,18 +162,20 @@ def run_ablate(args: argparse.Namespace) -> int:
     from ..studies import ablations
     from .generate import Progress
 
-    pipe, call = _setup(args)
+    _check_docs(args)
+    objectives = _objectives(args.objectives) if args.objectives else {}
+    deltas = _numbers(args.deltas, float, "deltas") if args.deltas else None
     prompts, seeds = _prompts(args, "demo", 8), _numbers(args.seeds, int, "seeds")
+    pipe, call = _setup(args)
     progress = Progress(0)
     bench = ablations.Bench(
         pipe, args.model, args.backbone, prompts, seeds, compare.Setting(args.model, call), Path(args.out),
         _calibrations([args.calibration] if args.calibration else None), progress,
     )  # fmt: skip
-    objectives = dict(pair.split("=", 1) for pair in args.objectives.split(",")) if args.objectives else {}
     runs = {
         "components": lambda: ablations.components(bench),
         "policy": lambda: ablations.policy(bench),
-        "delta": lambda: ablations.delta(bench, _numbers(args.deltas, float, "deltas") if args.deltas else None),
+        "delta": lambda: ablations.delta(bench, deltas),
         "objective": lambda: ablations.objective(bench, objectives),
     }
     wanted = [n for n in ABLATIONS if n != "objective" or objectives] if args.which == "all" else [args.which]
@@ -189,16 +194,25 @@ def run_ablate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _objectives(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(name and path for name, _, path in pairs):
+        raise HeartError(f"--objectives is {text!r}: write NAME=FILE pairs separated by commas")
+    return {name: path for name, _, path in pairs}
+
+
 def run_study(args: argparse.Namespace) -> int:
     """One study or all, each with the random-weight control where there is one."""
     from ..config import preset
     from ..studies import runner
 
+    _check_docs(args)
+    prompts = _prompts(args, "demo", 2)
     pipe, call = _setup(args, steps=25)
     control = _control(args, pipe)
     backbone = preset("xattention", pipe).backbone
     wanted = list(STUDIES) if args.which == "all" else [args.which]
-    found = runner.run(wanted, pipe, control, backbone, call, _prompts(args, "demo", 2), Path(args.out))
+    found = runner.run(wanted, pipe, control, backbone, call, prompts, Path(args.out))
     _fill_docs(args)
     if args.json:
         print(json.dumps(found, indent=1))
@@ -207,6 +221,12 @@ def run_study(args: argparse.Namespace) -> int:
         print(f"\n{finding['study']}\n{finding['finding']}")
     print(f"\nnumbers and figures: {args.out}")
     return 0
+
+
+def _check_docs(args) -> None:
+    """A page that is not there is told before the work, not after it."""
+    if args.docs and not Path(args.docs).is_file():
+        raise HeartError(f"there is no page {args.docs!r} to fill: give docs/reproduction.md of a checkout")
 
 
 def _fill_docs(args) -> None:

@@ -1,8 +1,9 @@
 """How near two videos are and how good they look; each metric's name says its convention."""
 
+from ..errors import HeartError
 from .similarity import psnr, psnr_pooled, ssim, ssim_box
 
-__all__ = ["CONVENTIONS", "compare", "psnr", "psnr_pooled", "ssim", "ssim_box"]
+__all__ = ["CONVENTIONS", "check", "compare", "psnr", "psnr_pooled", "ssim", "ssim_box"]
 
 # Column name -> the convention behind it, printed under every table that has the column.
 CONVENTIONS = {
@@ -15,6 +16,18 @@ CONVENTIONS = {
     "lpips_vgg01": "LPIPS 0.1, VGG16, inputs left in [0, 1] (the way of Sparse-VideoGen's evaluation)",
     "vmaf": "libvmaf v0.6.1 of the bundled ffmpeg, mean over frames, yuv420p",
 }
+
+
+def check(names) -> None:
+    """Raise if a metric is unknown or lacks its weights: better now than after the first generation."""
+    from . import lpips
+
+    unknown = [name for name in names if name not in CONVENTIONS]
+    if unknown:
+        raise HeartError(f"unknown metric {unknown[0]!r}: choose from {', '.join(CONVENTIONS)}")
+    for name in names:
+        if name.startswith("lpips"):
+            lpips.weights("alex" if name == "lpips_alex" else "vgg")
 
 
 def compare(video, reference, names=("psnr", "ssim")) -> dict[str, float]:
@@ -31,9 +44,5 @@ def compare(video, reference, names=("psnr", "ssim")) -> dict[str, float]:
         "lpips_vgg01": lambda a, b: lpips.lpips(a, b, "vgg", unit_range=True),
         "vmaf": vmaf.vmaf,
     }
-    unknown = [name for name in names if name not in functions]
-    if unknown:
-        from ..errors import HeartError
-
-        raise HeartError(f"unknown metric {unknown[0]!r}: choose from {', '.join(functions)}")
+    check(names)
     return {name: functions[name](video, reference) for name in names}

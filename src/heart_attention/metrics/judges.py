@@ -118,4 +118,6 @@ def attach_scores(results: dict, folder: str | Path) -> dict:
             if row["method"] == method:
                 row["vbench"] = read_vbench(found[-1])["total"] if found else None
                 row["visionreward"] = read_visionreward(reward) if reward.is_file() else None
+    if not any(row["vbench"] is not None or row["visionreward"] is not None for row in results["rows"]):
+        raise HeartError(f"no judge's scores lie in {str(folder)!r}: run the commands that --judges prints first")
     return results
