@@ -25,6 +25,7 @@ class Family:
     layers: tuple[str, ...] = (r"blocks\.\d+\.attn1",)
     rising = False  # True: the timestep grows while the model denoises
     item_by_item = False  # True: attention is called once per batch item
+    mask_is_padding = False  # True: the mask of a call is the text's padding and nothing else
 
     def find(self, transformer: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         """The (name, module) of every attention layer HEART serves, in order."""

@@ -15,6 +15,7 @@ class HunyuanVideo(Family):
     """The padding mask says how many text tokens are valid; the rest are unused slots."""
 
     kind = "joint"
+    mask_is_padding = True
     layers = (r"transformer_blocks\.\d+\.attn", r"single_transformer_blocks\.\d+\.attn")
 
     def grid(self, config: Any, given: Mapping[str, Any]) -> Grid:

@@ -21,6 +21,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from ..clock import Clock, Where
 from ..errors import HeartError
+from ..masks import Text
 from . import family_of, ops, processors
 from .base import Family, Grid, count
 from .parallel import Deal, check_parallel
@@ -134,6 +135,11 @@ class Attachment:
     def layers(self) -> list[LayerInfo]:
         """The attention layers that are served, in order."""
         return [layer.info for layer in self._layers]
+
+    @property
+    def sequence(self) -> tuple[int, list[Text] | None]:
+        """This forward's video tokens (0 if unknown), and where text lies among them in each batch item."""
+        return self._tokens, None if self._where is None else self._where.text
 
     # -- at work ----------------------------------------------------------------------------------------
     def start(self, timestep: Any, grid: Grid | None, inputs: list[torch.Tensor]) -> None:

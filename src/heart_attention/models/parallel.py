@@ -1,5 +1,8 @@
 """Context parallelism after Ulysses: each rank gets all tokens of some heads, so HEART works there unchanged.
 
+Where text shares the sequence with video, each rank brings a part of both; the exchange puts video beside video
+and text beside text, so that a rank's heads see the sequence as one process has it.
+
 Sparse heads cost what their masks keep, so that ranks with dense heads hold up the others. Where costs are
 known from a calibration, `deal_heads` shares heads out evenly; the exchange of tokens for heads then sends
 them to the ranks they were dealt to, and back.
@@ -16,10 +19,12 @@ import torch.distributed as dist
 from ..errors import HeartError
 
 if TYPE_CHECKING:
+    from ..masks import Text
     from .intercept import Attachment, Layer
     from .processors import Dense
 
 Deal = list[list[int]]  # the heads of each rank
+Shares = list[list[int]]  # of each rank: how many tokens it holds of each stretch (video, text) of the sequence
 
 
 def check_parallel(config: Any) -> None:
@@ -44,17 +49,19 @@ def attend_in_parallel(
     """One call of a layer whose tokens are spread over ranks; q, k, v [B, n, H, D] with this rank's n tokens."""
     check_parallel(config)
     context = config.context_parallel_config
-    reason = _reason_not(layer, dense, query, key)
+    group = context._ulysses_mesh.get_group()
+    shares = _shares(attachment, layer, _tokens(query, context, group))
+    reason = _reason_not(attachment, layer, dense, query, key, shares)
     if reason is not None:
         attachment.passed_through(layer, reason)
         dense.parallel = config
         return dense.raw(query, key, value)
-    group = context._ulysses_mesh.get_group()
     rank, ranks = dist.get_rank(group), context.ulysses_degree
     dealt = attachment.deal
     deal = split_heads(query.shape[2], ranks) if dealt is None else dealt[layer.info.index]
-    tokens = _tokens(query, context, group)
-    q, k, v = (_to_heads(x, deal, tokens, rank, group) for x in (query, key, value))  # [B, h, N, D]
+    q, k, v = (_to_heads(x, deal, shares, rank, group) for x in (query, key, value))  # [B, h, N, D]
+    if layer.info.kind == "joint":
+        dense.mask = _padding(attachment.sequence[1], q)
     place = {
         "head_offset": deal[rank][0] if dealt is None else 0,
         "heads_total": query.shape[2],
@@ -62,15 +69,51 @@ def attend_in_parallel(
         "all_reduce": _summer(group),
     }
     out = attachment.attend(layer, q, k, v, dense, **place)
-    return _to_tokens(out, deal, tokens, rank, group)
+    return _to_tokens(out, deal, shares, rank, group)
 
 
-def _reason_not(layer: Layer, dense: Dense, query: torch.Tensor, key: torch.Tensor) -> str | None:
-    if layer.info.kind != "self":
-        return "joint text tokens spread over ranks"
-    if dense.mask is not None or dense.extra or query.shape != key.shape:
+def _reason_not(
+    attachment: Attachment, layer: Layer, dense: Dense, query: torch.Tensor, key: torch.Tensor, shares: Shares
+) -> str | None:
+    if not shares:
+        return "joint text tokens spread over ranks in a way HEART does not know"
+    known = dense.mask is None or (layer.info.kind == "joint" and attachment.family.mask_is_padding)
+    if not known or dense.extra or query.shape != key.shape:
         return "an attention mask or options under context parallelism"
     return None
+
+
+def _shares(attachment: Attachment, layer: Layer, tokens: list[int]) -> Shares:
+    """How the ranks' tokens make up the sequence, stretch after stretch; nothing if that cannot be told."""
+    if layer.info.kind == "self":
+        return [[n] for n in tokens]
+    video, texts = attachment.sequence
+    places = {(text.start, text.end) for text in texts or []}
+    if len(places) != 1 or attachment.family.item_by_item:
+        return []
+    start, end = places.pop()
+    if start not in (0, video):
+        return []
+    stretches = (video, end - start) if start else (end, video)
+    shares = [[_share(n, rank, len(tokens)) for n in stretches] for rank in range(len(tokens))]
+    return shares if [sum(share) for share in shares] == tokens else []
+
+
+def _share(n: int, rank: int, ranks: int) -> int:
+    """Tokens of `n` that a rank holds: diffusers gives the first ranks one more where they do not divide."""
+    return n // ranks + (rank < n % ranks)
+
+
+def _padding(texts: list[Text], q: torch.Tensor) -> torch.Tensor | None:
+    """Which keys are no unused text slots, bool [B, 1, 1, N]; None where there are none.
+
+    The model's own mask is for another order of tokens than the exchange gives, or for this rank's alone.
+    """
+    if not any(text.unused for text in texts):
+        return None
+    place = torch.arange(q.shape[2], device=q.device)
+    used = [(place < text.start + text.prompt) | (place >= text.end) for text in texts]
+    return torch.stack(used)[:, None, None]
 
 
 def _tokens(query: torch.Tensor, context: Any, group: Any) -> list[int]:
@@ -82,20 +125,24 @@ def _tokens(query: torch.Tensor, context: Any, group: Any) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def _to_heads(x: torch.Tensor, deal: Deal, tokens: list[int], rank: int, group: Any) -> torch.Tensor:
+def _to_heads(x: torch.Tensor, deal: Deal, shares: Shares, rank: int, group: Any) -> torch.Tensor:
     """[B, n, H, D] with this rank's tokens -> [B, h, N, D] with its heads and all tokens."""
     batch, _, _, dim = x.shape
     sent = [x[:, :, heads] for heads in deal]  # [B, n, h of that rank, D]
     mine = len(deal[rank])
-    parts = _exchange(sent, [(batch, n, mine, dim) for n in tokens], group)
-    return torch.cat(parts, dim=1).transpose(1, 2)
+    parts = _exchange(sent, [(batch, sum(share), mine, dim) for share in shares], group)
+    stretches = zip(*(part.split(share, dim=1) for part, share in zip(parts, shares)))
+    return torch.cat([piece for stretch in stretches for piece in stretch], dim=1).transpose(1, 2)
 
 
-def _to_tokens(out: torch.Tensor, deal: Deal, tokens: list[int], rank: int, group: Any) -> torch.Tensor:
-    """[B, h, N, D] -> [B, n, H, D], every head at its own place again."""
+def _to_tokens(out: torch.Tensor, deal: Deal, shares: Shares, rank: int, group: Any) -> torch.Tensor:
+    """[B, h, N, D] -> [B, n, H, D], every token and head at its own place again."""
     batch, _, _, dim = out.shape
-    sent = list(out.transpose(1, 2).split(tokens, dim=1))  # [B, n of that rank, h, D]
-    parts = _exchange(sent, [(batch, tokens[rank], len(heads), dim) for heads in deal], group)
+    lengths = [n for stretch in zip(*shares) for n in stretch]  # as `_to_heads` put them together
+    pieces = out.transpose(1, 2).split(lengths, dim=1)
+    ranks = len(shares)
+    sent = [torch.cat(pieces[r::ranks], dim=1) for r in range(ranks)]  # [B, n of that rank, h, D]
+    parts = _exchange(sent, [(batch, sum(shares[rank]), len(heads), dim) for heads in deal], group)
     order = torch.tensor([head for heads in deal for head in heads], device=out.device)
     return torch.cat(parts, dim=2)[:, :, order.argsort()]
 
