@@ -1,8 +1,4 @@
-"""What it costs to have HEART enabled where every head is dense: microseconds a call, and how heads balance.
-
-python benchmarks/overhead.py                         # cost of passing through
-python benchmarks/overhead.py --balance F.heart.json  # heads dealt to ranks by a calibration's densities
-"""
+"""What it costs to have HEART enabled where every head is dense: microseconds a call."""
 
 from __future__ import annotations
 
@@ -74,47 +70,17 @@ def passing_through() -> dict[str, float]:
     return {"without HEART": best["plain"] * 1e6, **{f"added by {name}": cost for name, cost in added.items()}}
 
 
-def balance(densities: list[list[float]], ranks: int) -> dict[str, float]:
-    """The slowest rank's time over the mean, layer by layer: heads in order, and dealt by cost."""
-    from heart_attention.models.parallel import deal_heads, imbalance, split_heads
-
-    in_order = [imbalance(row, split_heads(len(row), ranks)) for row in densities]
-    dealt = [imbalance(row, deal_heads(row, ranks)) for row in densities]
-    weights = [sum(row) for row in densities]
-    total = sum(weights)
-    return {
-        "in order": sum(i * w for i, w in zip(in_order, weights)) / total,
-        "dealt": sum(d * w for d, w in zip(dealt, weights)) / total,
-        "worst layer in order": max(in_order),
-        "worst layer dealt": max(dealt),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--balance", metavar="F.heart.json", help="show the balance of ranks for this calibration")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.balance:
-        from heart_attention.calibration.file import Calibration
-        from heart_attention.models.parallel import costs_of
-
-        rows = costs_of(Calibration.load(args.balance))
-        sizes = [r for r in (2, 4, 8) if r <= len(rows[0])]
-        result: dict[str, Any] = {str(ranks): balance(rows, ranks) for ranks in sizes}
-        if not args.json:
-            print("slowest rank / mean (1 is even), heads in order and dealt by cost")
-            for ranks, found in result.items():
-                print(f"{ranks} ranks: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items()))
-            return
-    else:
-        result = passing_through()
-        if not args.json:
-            for what, cost in result.items():
-                print(f"{what:24} {cost:6.1f} µs a call")
-            return
-    print(json.dumps(result))
+    result = passing_through()
+    if args.json:
+        print(json.dumps(result))
+        return
+    for what, cost in result.items():
+        print(f"{what:24} {cost:6.1f} µs a call")
 
 
 if __name__ == "__main__":

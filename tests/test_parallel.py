@@ -1,18 +1,26 @@
 """Ulysses context parallelism with two processes: equal to one process; ring refused; heads dealt by cost."""
 
+import json
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import heart_attention as heart
 from heart_attention import HeartError
+from heart_attention.calibration.file import Calibration
+from heart_attention.cli import main
 from heart_attention.masks import Text
-from heart_attention.models.intercept import attach
-from heart_attention.models.parallel import _shares, costs_of, deal_by_cost, deal_heads, imbalance, split_heads
+from heart_attention.models.intercept import attach, attachment_of
+from heart_attention.models.parallel import _shares, balance, costs_of, deal_by_cost, deal_heads, imbalance, split_heads
+
+SHIPPED = Path(heart.__file__).parent / "tiny" / "calibrations" / "xattention.heart.json"
 
 THRESHOLDS = [[0.5, 0.9, 1.0, 0.7], [0.8, 0.6, 0.95, 0.5]]  # [L, H]
 STEPS = 6
@@ -37,18 +45,32 @@ def generate(transformer):
     return torch.stack(outputs)
 
 
+def config(**changes):
+    given = {
+        "backbone": heart.XAttention(stride=4, block=8),
+        "thresholds": THRESHOLDS,
+        "reuse": heart.TMR(delta=1.3, gate=(0.3, 0.6)),
+        "dense_steps": 1,
+        "force_sparse": True,
+    }
+    return heart.HeartConfig(**{**given, **changes})
+
+
 def engine():
-    import heart_attention as heart
     from heart_attention.engine import Engine
 
-    config = heart.HeartConfig(
-        backbone=heart.XAttention(stride=4, block=8),
-        thresholds=THRESHOLDS,
-        reuse=heart.TMR(delta=1.3, gate=(0.3, 0.6)),
-        dense_steps=1,
-        force_sparse=True,
+    return Engine(config(), layers=2, heads=4)
+
+
+def calibration():
+    """One with these thresholds, in which some heads are measured to be dear and some cheap."""
+    candidates = np.unique(THRESHOLDS)
+    density = np.array([[0.1, 0.1, 0.9, 0.9], [0.9, 0.1, 0.1, 0.9]])  # [L, H]
+    tables = np.broadcast_to(density[..., None], (2, 4, len(candidates)))
+    backbone = {"name": "xattention", "stride": 4, "block": 8}
+    return Calibration(
+        thresholds=np.array(THRESHOLDS), backbone=backbone, candidates=candidates, E=tables, S=1 - tables
     )
-    return Engine(config, layers=2, heads=4)
 
 
 def parallel(transformer, cp_plan=None, **degrees):
@@ -112,11 +134,11 @@ def work(rank, folder):
     attach(one := model(), handler := engine())  # enabled first, made parallel afterwards
     results["engine"] = generate(parallel(one, ulysses_degree=2))
     results["decisions"] = decisions(handler)
-    dealt = parallel(model(), ulysses_degree=2)
-    attachment = attach(dealt, handler := engine())
-    results["deal"] = deal_by_cost(attachment, [[1, 1, 9, 9], [9, 1, 1, 9]], 2)
+    heart.enable(dealt := parallel(model(), ulysses_degree=2), config(thresholds=calibration()), deal="cost")
     results["dealt"] = generate(dealt)
+    handler = attachment_of(dealt).handler
     results["dealt decisions"] = decisions(handler)
+    results["deal"] = {row.layer: row.heads for row in handler.recorder.rows if row.heads}
     for name, options in OTHERS.items():
         results[name] = other_run(name, seen := tiny.Seen(), ulysses_degree=2, **options)
         results[name, "seen"] = [shape for _, shape in seen.calls[:1]], seen.passed
@@ -201,7 +223,9 @@ def test_text_that_lies_otherwise_is_not_taken_for_known():
 
 
 def test_heads_go_where_they_were_dealt(results):
-    assert results[0]["deal"] == results[1]["deal"] == [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+    assert [found["deal"] for found in results] == [{0: [0, 2], 1: [0, 1]}, {0: [1, 3], 1: [2, 3]}]
+    for found in results:
+        assert torch.equal(found["dealt"], found["engine"])  # who computes a head changes nothing
 
 
 def test_uneven_heads(results):
@@ -237,16 +261,43 @@ def test_a_deal_evens_out_what_order_does_not():
 
 
 def test_costs_from_a_calibration():
-    import numpy as np
-
     class Calibrated:
         S = np.array([[[0.8, 0.5], [0.9, 0.2]]])  # [L, H, K]
         choice = np.array([[1, 0]])
 
     assert costs_of(Calibrated) == [pytest.approx([0.5, 0.1])]
-    Calibrated.S = None
-    with pytest.raises(HeartError, match="no sparsity table"):
-        costs_of(Calibrated)
+
+
+@pytest.mark.parametrize("thresholds", [0.9, THRESHOLDS, Calibration(THRESHOLDS, {"name": "xattention"})])
+def test_dealing_by_cost_needs_measured_densities(thresholds):
+    transformer = model()
+    with pytest.raises(HeartError, match="no such table"):
+        heart.enable(transformer, config(thresholds=thresholds), deal="cost")
+    assert attachment_of(transformer) is None
+    with pytest.raises(HeartError, match="deal is 'dice'"):
+        config(deal="dice")
+
+
+def test_dealing_by_cost_changes_nothing_on_one_process():
+    one, other = model(), model()
+    heart.enable(one, config(thresholds=calibration()))
+    heart.enable(other, config(thresholds=calibration(), deal="cost"))
+    assert torch.equal(generate(one), generate(other))
+
+
+def test_balance_of_a_calibration():
+    found = balance(costs_of(calibration()), 2)
+    assert found == pytest.approx({"order": 1.4, "order, worst layer": 1.8, "cost": 1.0, "cost, worst layer": 1.0})
+
+
+def test_heart_show_tells_the_balance_of_the_shipped_calibration(capsys):
+    assert main(["show", str(SHIPPED), "--ranks", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["balance"]
+    assert told == {"ranks": 2, **balance(costs_of(Calibration.load(SHIPPED)), 2)}
+    assert 1 <= told["cost"] <= told["order"]
+    assert main(["show", str(SHIPPED), "--ranks", "2", "--colour", "never"]) == 0
+    assert f"2 ranks, dearest over mean: order {told['order']:.3f}" in capsys.readouterr().out
+    assert main(["show", str(SHIPPED), "--ranks", "0"]) == 1
 
 
 def test_too_many_ranks_and_wrong_costs():
@@ -254,4 +305,4 @@ def test_too_many_ranks_and_wrong_costs():
         split_heads(2, 3)
     attachment = attach(model(), tiny.Seen())
     with pytest.raises(HeartError, match=r"1 layers but the transformer has 2"):
-        deal_by_cost(attachment, [[1.0] * 4], 2)
+        deal_by_cost(attachment, [[1.0] * 4])

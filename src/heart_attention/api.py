@@ -33,7 +33,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
             calibrations' files.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
-    from .models import family_of, intercept
+    from .models import family_of, intercept, parallel
 
     transformers = _transformers(model)
     if any(intercept.attachment_of(t) is not None for t in transformers):
@@ -46,6 +46,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
             f"the pipeline's transformers differ in (layers, heads): {sorted(shapes)}; enable one at a time"
         )
     _check(chosen, transformers)
+    costs = _costs(chosen, len(transformers))
     layers, heads = shapes.pop()
     engine = Engine(chosen, layers, heads, len(transformers))
     if note:
@@ -53,9 +54,11 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
     if _is_pipeline(model):
         pipe = weakref.ref(model)
         engine.steps = lambda: getattr(getattr(pipe(), "scheduler", None), "num_inference_steps", None)
-        intercept.attach_pipeline(model, engine)
+        attached = intercept.attach_pipeline(model, engine)
     else:
-        intercept.attach(model, engine)
+        attached = [intercept.attach(model, engine)]
+    for attachment, table in zip(attached, costs):
+        parallel.deal_by_cost(attachment, table)
 
 
 @contextmanager
@@ -209,6 +212,16 @@ def _check(config: HeartConfig, transformers: list[Any]) -> None:
         configs.check_model(config, transformer)
         if hasattr(thresholds, "check"):
             thresholds.check(transformer)
+
+
+def _costs(config: HeartConfig, transformers: int) -> list[Any]:
+    """What heads cost [L, H], of each transformer, where they are to be dealt by it; else nothing."""
+    from .calibration import experts
+    from .models import parallel
+
+    if config.deal != "cost":
+        return []
+    return [parallel.costs_of(one) for one in experts.for_each(config.thresholds, transformers)]
 
 
 def _where(where: Any) -> Where:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 ORDERS = ("raster", "tiles")
+DEALS = ("order", "cost")
 PAPER_DELTA = {"xattention": 30.0, "svg2": 8.0}  # on Wan; the paper's appendix, "HEART Configurations"
 
 
@@ -45,6 +46,8 @@ class HeartConfig:
         kernel: a kernel's name, or "auto" for the quickest that serves here.
         force_sparse: sparse even where dense would be quicker (tests, studies).
         scale_clusters: fit SVG2's cluster counts to the number of tokens (they are meant for 32,760).
+        deal: how heads go to GPUs under context parallelism: "order", or "cost" for even work by the densities of a
+            calibration. It changes no result.
         model: name of the model (see `MODELS`) these values belong to; enabling another is an error.
     """
 
@@ -57,6 +60,7 @@ class HeartConfig:
     kernel: str = "auto"
     force_sparse: bool = False
     scale_clusters: bool = False
+    deal: str = "order"
     model: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +78,8 @@ class HeartConfig:
             raise HeartError(f"reuse is {self.reuse!r}: give TMR(...), Interval(n), Warmup(n) or Always()")
         if self.order not in ORDERS:
             raise HeartError(f"order is {self.order!r}: it must be one of {', '.join(ORDERS)}")
+        if self.deal not in DEALS:
+            raise HeartError(f"deal is {self.deal!r}: it must be one of {', '.join(DEALS)}")
         for name in ("dense_steps", "dense_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -29,6 +29,7 @@ def register(commands) -> None:
     show = commands.add_parser("show", help="what is in a calibration; import and export of thresholds")
     show.add_argument("file", metavar=f"F{SUFFIX}", nargs="?")
     show.add_argument("--png", metavar="F.png", help="write the picture of heads and thresholds")
+    show.add_argument("--ranks", metavar="N", type=int, help="how evenly N GPUs share the heads, in order and by cost")
     show.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     show.add_argument("--json", action="store_true", help="print the figures as JSON")
     show.add_argument("--export", choices=("modelopt", "csv", "json"), help="print the thresholds in another format")
@@ -285,13 +286,26 @@ def run_show(args: argparse.Namespace) -> int:
         show.picture(made, args.png)
     if args.export:
         return _export(args, made)
-    more = {"picture": args.png} if args.png else {}
+    more: dict[str, Any] = {"picture": args.png} if args.png else {}
+    if args.ranks is not None:
+        more["balance"] = _balance(made, args.ranks, args.json)
     if args.out:
         made.save(_out_path(args.out))
         more["file"] = args.out
     colours = {"always": True, "never": False, "auto": None}[args.colour]
     _print(made, args.json, more, show, colours)
     return 0
+
+
+def _balance(made: Any, ranks: int, as_json: bool) -> Any:
+    """How evenly GPUs share the heads: figures, or a line to read."""
+    from ..models import parallel
+
+    found = parallel.balance(parallel.costs_of(made), ranks)
+    if as_json:
+        return {"ranks": ranks, **found}
+    figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+    return f"{ranks} ranks, dearest over mean: {figures}"
 
 
 def _load(path: str) -> Any:

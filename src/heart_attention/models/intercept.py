@@ -24,7 +24,7 @@ from ..errors import HeartError
 from ..masks import Text
 from . import family_of, ops, processors
 from .base import Family, Grid, count
-from .parallel import Deal, check_parallel
+from .parallel import check_parallel
 
 logger = logging.getLogger(__name__)
 CHILD = "_heart_clock"  # the child module that carries our hook
@@ -115,7 +115,7 @@ class Attachment:
         self._transformer = weakref.ref(transformer)
         self.handler, self.family, self.clock, self.index = handler, family, clock, index
         self.handle = ops.handle(self)
-        self.deal: list[Deal] | None = None  # by layer, which rank gets which heads
+        self.costs: list[tuple[float, ...]] | None = None  # of each layer's heads, where ranks share them by cost
         self._where: Where | None = None
         self._tokens = 0
         self._said: set[str] = set()

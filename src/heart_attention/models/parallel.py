@@ -4,12 +4,13 @@ Where text shares the sequence with video, each rank brings a part of both; the 
 and text beside text, so that a rank's heads see the sequence as one process has it.
 
 Sparse heads cost what their masks keep, so that ranks with dense heads hold up the others. Where costs are
-known from a calibration, `deal_heads` shares heads out evenly; the exchange of tokens for heads then sends
-them to the ranks they were dealt to, and back.
+known from a calibration, `deal="cost"` in the config shares heads out evenly: the exchange of tokens for heads
+sends them to the ranks they were dealt to, and back. `balance` says what that gains.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .processors import Dense
 
 Deal = list[list[int]]  # the heads of each rank
+Costs = Sequence[Sequence[float]]  # [L, H]
 Shares = list[list[int]]  # of each rank: how many tokens it holds of each stretch (video, text) of the sequence
 
 
@@ -56,16 +58,15 @@ def attend_in_parallel(
         attachment.passed_through(layer, reason)
         dense.parallel = config
         return dense.raw(query, key, value)
-    rank, ranks = dist.get_rank(group), context.ulysses_degree
-    dealt = attachment.deal
-    deal = split_heads(query.shape[2], ranks) if dealt is None else dealt[layer.info.index]
+    rank, costs = dist.get_rank(group), attachment.costs
+    deal = _deal(None if costs is None else costs[layer.info.index], query.shape[2], context.ulysses_degree)
     q, k, v = (_to_heads(x, deal, shares, rank, group) for x in (query, key, value))  # [B, h, N, D]
     if layer.info.kind == "joint":
         dense.mask = _padding(attachment.sequence[1], q)
     place = {
-        "head_offset": deal[rank][0] if dealt is None else 0,
+        "head_offset": deal[rank][0] if costs is None else 0,
         "heads_total": query.shape[2],
-        "heads": None if dealt is None else deal[rank],
+        "heads": None if costs is None else deal[rank],
         "all_reduce": _summer(group),
     }
     out = attachment.attend(layer, q, k, v, dense, **place)
@@ -167,12 +168,17 @@ def _summer(group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 # -- sharing out heads -----------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=1024)  # asked at every call of every layer
+def _deal(costs: tuple[float, ...] | None, heads: int, ranks: int) -> Deal:
+    return split_heads(heads, ranks) if costs is None else deal_heads(costs, ranks)
+
+
 def split_heads(heads: int, ranks: int) -> Deal:
     """Heads in order, as evenly as can be: how diffusers deals them."""
-    each = -(-heads // ranks)
+    each = -(-heads // max(ranks, 1))
     deal = [list(range(r * each, min(heads, (r + 1) * each))) for r in range(ranks)]
-    if not all(deal):
-        raise HeartError(f"{heads} attention heads cannot be shared by {ranks} ranks; use fewer.")
+    if not deal or not all(deal):
+        raise HeartError(f"{heads} attention heads cannot be shared by {ranks} ranks; use another number.")
     return deal
 
 
@@ -226,11 +232,26 @@ def imbalance(costs: Sequence[float], deal: Deal) -> float:
     return max(loads) / mean if mean else 1.0
 
 
+def balance(costs: Costs, ranks: int) -> dict[str, float]:
+    """The dearest rank's load over the mean (1 is even), with heads in order and dealt by cost.
+
+    Ranks meet after every layer, so a layer's imbalance counts with that layer's cost; the worst layer is told too.
+    """
+    found: dict[str, float] = {}
+    total = sum(sum(row) for row in costs)
+    for name, share in (("order", lambda row: split_heads(len(row), ranks)), ("cost", lambda r: deal_heads(r, ranks))):
+        each = [imbalance(row, share(row)) for row in costs]
+        mean = sum(x * sum(row) for x, row in zip(each, costs)) / total if total else 1.0
+        found |= {name: mean, f"{name}, worst layer": max(each)}
+    return found
+
+
 def costs_of(calibration: Any) -> list[list[float]]:
     """What each head costs [L, H]: the density a calibration measured at the threshold it chose."""
-    if calibration.S is None:
+    if getattr(calibration, "S", None) is None:
         raise HeartError(
-            "the calibration has no sparsity table, so heads' costs are unknown; calibrate this model anew."
+            "heads can be dealt by cost only where a calibration measured their sparsity, and these thresholds bring no "
+            "such table; give thresholds=Calibration.load(...) of a measured calibration, or deal='order'."
         )
     return [
         [1.0 - float(cells[k]) for cells, k in zip(row, chosen)]
@@ -238,10 +259,9 @@ def costs_of(calibration: Any) -> list[list[float]]:
     ]
 
 
-def deal_by_cost(attachment: Attachment, costs: Sequence[Sequence[float]], ranks: int) -> list[Deal]:
-    """Let a transformer's heads go to ranks by these costs [L, H] (the same on every rank)."""
+def deal_by_cost(attachment: Attachment, costs: Costs) -> None:
+    """Let a transformer's heads go to ranks by these costs (the same on every rank)."""
     layers = len(attachment.layers)
     if len(costs) != layers:
         raise HeartError(f"costs are for {len(costs)} layers but the transformer has {layers}; give [layers, heads].")
-    attachment.deal = [deal_heads(row, ranks) for row in costs]
-    return attachment.deal
+    attachment.costs = [tuple(row) for row in costs]
