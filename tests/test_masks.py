@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from heart_attention import masks
+from heart_attention.backbones import XAttention
 from heart_attention.errors import HeartError
 from heart_attention.masks import BlockMask, ClusterMask, Text, pack_bits, tile_order, top_p, unpack_bits
 
@@ -200,6 +201,38 @@ def test_tiles_of_any_grid_are_a_permutation(grid, block):
 def test_tiles_lie_closer_together_than_the_raster(grid, block):
     raster = torch.arange(grid[0] * grid[1] * grid[2])
     assert masks._spread(tile_order(grid, block), grid, block) < 0.25 * masks._spread(raster, grid, block)
+
+
+@pytest.mark.parametrize("grid, block, stride, box, apart", [
+    ((8, 12, 12), 64, 8, (2, 2, 2), 1), ((8, 8, 16), 128, 16, (2, 2, 4), 2), ((8, 8, 8), 64, 4, (1, 2, 2), 1),
+    ((4, 8, 16), 64, 16, (2, 2, 4), 2),
+])  # fmt: skip
+def test_groups_inside_a_tile_are_boxes_and_the_pairs_that_are_sampled_neighbours(grid, block, stride, box, apart):
+    place = torch.cartesian_prod(*map(torch.arange, grid))[tile_order(grid, block)].view(-1, stride, 3)
+    sides = place.amax(1) - place.amin(1) + 1  # [groups, 3]
+    assert (sides.sort(-1).values == torch.tensor(sorted(box))).all()
+    assert ((place - place.flip(1)).abs().sum(-1) == apart).all()  # antidiagonal: first with last, and so on
+
+
+@pytest.mark.parametrize("reach", [0.7, 1.5])
+def test_xattention_estimates_local_heads_better_than_in_a_raster_of_each_tile(reach):
+    """Heads whose tokens attend to what is near: the estimate of a block's mass against its true mass."""
+    grid, block = (8, 12, 12), 64
+    place = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float32) for n in grid))
+    frequencies = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)) / reach
+    angles = place @ frequencies
+    x = 3 * torch.cat([angles.cos(), angles.sin()], -1)  # [N, 64]: products fall with distance
+    exact = torch.softmax(x @ x.T / 8, -1)
+    tiled = tile_order(grid, block)
+    inner = place % 4
+    tile = torch.empty(len(tiled), dtype=torch.long).index_put_((tiled,), torch.arange(len(tiled)) // block)
+    raster = torch.argsort(tile * 64 + (inner @ torch.tensor([16.0, 4.0, 1.0])).long())
+    wrong = []
+    for order in (tiled, raster):
+        mass = exact[order][:, order].view(18, block, 18, block).sum((1, 3)) / block
+        scores = XAttention(stride=8, block=block).scores(x[None, None], x[None, None], order)[0, 0]
+        wrong.append(float((scores / scores.sum(-1, keepdim=True) - mass).abs().sum(-1).mean()))
+    assert wrong[0] < 0.7 * wrong[1]
 
 
 def test_whole_tiles_are_whole_blocks():
