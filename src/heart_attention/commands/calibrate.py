@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeartError
+from .arguments import add_device, add_model, add_size, numbers
 
 SUFFIX = ".heart.json"
 
@@ -46,7 +47,7 @@ def register(commands) -> None:
 
 def _register_calibrate(commands) -> None:
     one = commands.add_parser("calibrate", help="measure a model's heads and give each its threshold (EBC)")
-    one.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
+    add_model(one)
     one.add_argument("--backbone", default="xattention", choices=("xattention", "svg2"))
     one.add_argument("--out", required=True, metavar=f"F{SUFFIX}")
     one.add_argument("--transformer", choices=("transformer", "transformer_2"), help="of a pipeline with two (Wan2.2)")
@@ -63,9 +64,7 @@ def _register_calibrate(commands) -> None:
     what = one.add_argument_group("generations that are measured")
     what.add_argument("--prompts", metavar="FILE", help="calibration prompts, one a line (default: ten built in)")
     what.add_argument("--held-out", metavar="FILE", help="prompts for verification only (default: six built in)")
-    what.add_argument("--steps", type=int)
-    what.add_argument("--size", help="WIDTHxHEIGHT")
-    what.add_argument("--frames", type=int)
+    add_size(what)
     what.add_argument("--guidance", type=float, help="guidance scale")
     what.add_argument("--dense-steps", type=int, help="first steps that stay dense at inference (default 5)")
     what.add_argument("--order", choices=("raster", "tiles"), help="token order (default: the preset's)")
@@ -75,8 +74,7 @@ def _register_calibrate(commands) -> None:
     where.add_argument("--ray", metavar="auto|ADDRESS", help="spread the work over a Ray cluster")
     where.add_argument("--workers", type=int, help="with --ray: how many workers")
     where.add_argument("--kernel", default="auto")
-    where.add_argument("--dtype", help="float32, bfloat16 or float16")
-    where.add_argument("--device")
+    add_device(where)
     one.add_argument("--json", action="store_true", help="print the result as JSON")
     one.set_defaults(func=run_calibrate)
 
@@ -129,14 +127,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def numbers(text: str, name: str) -> tuple[float, ...]:
-    """Numbers that are separated by commas."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise HeartError(f"{name} is {text!r}: write numbers separated by commas, for example 0.85,0.9,0.95") from None
-
-
 def _out_path(out: str) -> Path:
     if not out.endswith(SUFFIX):
         raise HeartError(f"--out is {out!r}: give a file name that ends in {SUFFIX}")
@@ -173,7 +163,7 @@ def _settings(args: argparse.Namespace, pipe: Any) -> Any:
     budget = solver.Budget.parse(args.budget) if args.budget else solver.Budget()
     limit = {"shared": "shared", "sparsity": "min_sparsity", "threshold": "max_mean_threshold"}[budget.kind]
     given = {
-        "candidates": numbers(args.candidates, "--candidates") if args.candidates else None,
+        "candidates": tuple(numbers(args.candidates, "--candidates")) if args.candidates else None,
         "contexts": args.contexts,
         "rounds": args.rounds,
         "strata": args.strata,
@@ -259,7 +249,7 @@ def run_solve(args: argparse.Namespace) -> int:
     if not (args.budget or args.weights):
         raise HeartError("there is nothing to change: give --budget shared=τ|sparsity=S|threshold=τ, or --weights")
     old = Calibration.load(args.file)
-    made = old.reweighted(numbers(args.weights, "--weights")) if args.weights else old
+    made = old.reweighted(tuple(numbers(args.weights, "--weights"))) if args.weights else old
     made = made.resolve(args.budget or "shared=0.9", args.solver)
     moved = int((made.thresholds != old.thresholds).sum())
     more: dict[str, Any] = {"changed": moved if args.json else f"{moved} of {made.thresholds.size} heads"}

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from ..errors import HeartError
 from ..studies import ABLATIONS, STUDIES
+from .arguments import add_model, add_size, numbers
 
 
 def _model_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    parser.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
+    add_model(parser)
     parser.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: the embedded model's own)")
     parser.add_argument("--limit", type=int, help="use only so many prompts")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--size", help="WIDTHxHEIGHT")
-    parser.add_argument("--frames", type=int)
+    add_size(parser)
     parser.add_argument("--quick", action="store_true", help="the embedded model's small size")
     parser.add_argument("--out", default=out, metavar="DIR")
     parser.add_argument("--json", action="store_true")
@@ -75,16 +74,6 @@ def register(commands) -> None:
 # --------------------------------------------------------------------------------------------- shared pieces
 
 
-def _numbers(text: str, kind, name: str) -> list:
-    try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = []
-    if not found:
-        raise HeartError(f"--{name} is {text!r}: give numbers separated by commas")
-    return found
-
-
 def _prompts(args, split: str, default: int) -> list[str]:
     from .. import pipelines
 
@@ -131,7 +120,7 @@ def run_compare(args: argparse.Namespace) -> int:
     names = tuple(n.strip() for n in args.metrics.split(",") if n.strip())
     metrics.check(names)
     calibrations = _calibrations(args.calibration)
-    prompts, seeds = _prompts(args, "demo", 8), _numbers(args.seeds, int, "seeds")
+    prompts, seeds = _prompts(args, "demo", 8), numbers(args.seeds, "--seeds", int)
     wanted = [m.strip() for m in args.methods.split(",") if m.strip()]
     pipe, call = _setup(args)
     chosen = [methods.build(name, pipe, args.model, calibrations) for name in wanted]
@@ -164,8 +153,8 @@ def run_ablate(args: argparse.Namespace) -> int:
 
     _check_docs(args)
     objectives = _objectives(args.objectives) if args.objectives else {}
-    deltas = _numbers(args.deltas, float, "deltas") if args.deltas else None
-    prompts, seeds = _prompts(args, "demo", 8), _numbers(args.seeds, int, "seeds")
+    deltas = numbers(args.deltas, "--deltas") if args.deltas else None
+    prompts, seeds = _prompts(args, "demo", 8), numbers(args.seeds, "--seeds", int)
     pipe, call = _setup(args)
     progress = Progress(0)
     bench = ablations.Bench(

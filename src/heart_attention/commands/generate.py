@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ..errors import HeartError
+from .arguments import add_device, add_model, add_size
 
 
 def register(commands) -> None:
@@ -24,7 +25,7 @@ def register(commands) -> None:
     demo.set_defaults(func=run_demo)
 
     one = commands.add_parser("generate", help="one video with HEART from any diffusers video model")
-    one.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
+    add_model(one)
     one.add_argument("--prompt", required=True)
     one.add_argument("--out", default="video.mp4", metavar="FILE.mp4")
     one.add_argument("--preset", default="xattention", help="backbone or preset name (default xattention)")
@@ -32,13 +33,10 @@ def register(commands) -> None:
         "--calibration", action="append", metavar="F.heart.json", help="per-head thresholds (twice: two transformers)"
     )
     one.add_argument("--dense", action="store_true", help="without HEART")
-    one.add_argument("--steps", type=int)
+    add_size(one)
     one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--size", help="WIDTHxHEIGHT")
-    one.add_argument("--frames", type=int)
     one.add_argument("--fps", type=int, default=8)
-    one.add_argument("--dtype", help="float32, bfloat16 or float16")
-    one.add_argument("--device")
+    add_device(one)
     one.add_argument("--json", action="store_true", help="print what happened as JSON")
     one.set_defaults(func=run_generate)
 

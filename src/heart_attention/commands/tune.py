@@ -7,24 +7,22 @@ import json
 from typing import Any
 
 from ..errors import HeartError
+from .arguments import add_device, add_model, add_size
 
 
 def register(commands) -> None:
     """Add the command."""
     p = commands.add_parser("tune-delta", help="choose δ of temporal mask reuse from one dense generation")
-    p.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
+    add_model(p)
     p.add_argument("--backbone", default="xattention", choices=("xattention", "svg2"))
     p.add_argument("--target", type=float, default=0.9, help="IoU that reused masks shall keep (default 0.9)")
     p.add_argument("--relative", action="store_true", help="δ as a share of the anchor's norm: carries over to sizes")
     p.add_argument("--per-layer", action="store_true", help="one δ a layer")
     p.add_argument("--prompt", help="default: the embedded model's first demo prompt, or 'a video'")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--steps", type=int)
-    p.add_argument("--size", help="WIDTHxHEIGHT")
-    p.add_argument("--frames", type=int)
+    add_size(p)
     p.add_argument("--quick", action="store_true", help="the embedded model's small size and 12 steps")
-    p.add_argument("--dtype", help="float32, bfloat16 or float16")
-    p.add_argument("--device")
+    add_device(p)
     p.add_argument("--out", metavar="CONFIG.json", help="write a config with the chosen δ")
     p.add_argument("--json", action="store_true", help="print curve and choice as JSON")
     p.set_defaults(func=run)
@@ -63,11 +61,12 @@ def record(pipe: Any, config: Any, prompt: str, seed: int, call: dict) -> Any:
     """One dense generation with a `MaskProbe` riding along."""
     import torch
 
+    from ..compare import transformers_of
     from ..config import threshold_table
     from ..models import family_of, intercept
     from ..tuning import MaskProbe
 
-    transformers = [t for t in (pipe.transformer, getattr(pipe, "transformer_2", None)) if t is not None]
+    transformers = transformers_of(pipe)
     layers = family_of(transformers[0]).find(transformers[0])
     heads = getattr(layers[0][1], "heads", None) or transformers[0].config.num_attention_heads
     table = threshold_table(config.thresholds, len(transformers), len(layers), heads)
