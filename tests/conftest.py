@@ -3,6 +3,11 @@
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine must not fail a test: no deadlines, and no complaint that examples come slowly.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded

@@ -191,7 +191,7 @@ def test_files_that_are_no_tables(tmp_path):
         export.read_table(tmp_path / "b.csv", BACKBONE)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.text(alphabet='0123456789.,-e\n"; layerhdtso\x00', max_size=60))
 def test_random_text_is_refused_or_a_table(tmp_path, text):
     try:

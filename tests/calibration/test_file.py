@@ -217,7 +217,7 @@ def test_pickle_is_never_read(tmp_path):
 GOOD = made().to_bytes()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_random_corruption_is_refused_or_harmless(tmp_path, seed, blows):
     """Flip, cut, double or overwrite bytes: a HeartError, or a calibration that keeps every rule."""
