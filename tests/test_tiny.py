@@ -82,10 +82,14 @@ def test_parse_refuses_what_is_missing():
         scene.parse("a red circle on a navy background")
 
 
-def test_colours_can_be_told_apart_by_the_threshold():
-    for paint in scene.OBJECT_COLOURS.values():
-        for ground in scene.BACKGROUND_COLOURS.values():
-            assert np.linalg.norm(np.subtract(paint, ground)) > 75 + 20
+def test_no_object_colour_passes_for_ground_and_no_ground_for_another():
+    for name, ground in scene.BACKGROUND_COLOURS.items():
+        for paint in scene.OBJECT_COLOURS.values():
+            assert not scene._explained(np.array(paint, dtype=np.float32), ground)
+        for other, colour in scene.BACKGROUND_COLOURS.items():
+            for patch in (-scene.SPECKLE, 0, scene.SPECKLE):
+                pixel = np.clip(np.array(colour, dtype=np.float32) + patch, 0, 255)
+                assert scene._explained(pixel, ground) == (other == name)
 
 
 def test_check_sees_no_object_in_an_empty_clip():

@@ -1,13 +1,13 @@
 """Procedural captioned clips, rendered in batches with torch, as a pure function of (seed, step).
 
-A clip is one coloured shape moving at constant speed over a background of one colour with fine speckles that
-are drawn anew for every clip and stand still. The speckles cannot be known from the caption, only from the same
-place in other frames: they make looking along time worth learning. Sizes and speeds are in pixels, the same on
-every canvas, so that what is learned on small canvases holds on large ones.
+A clip is one coloured shape moving at constant speed over a background of one colour with lighter and darker
+patches (in early training: fine speckles) that are drawn anew for every clip. They cannot be known from the
+caption, only from the same place in other frames: they make looking along time worth learning. Sizes and speeds
+are in pixels, the same on every canvas, so that what is learned on small canvases holds on large ones.
 
 Rotary positions are relative: a token does not know where in the clip it is, so "moves left" can only be learned
-as a relation between what is seen in neighbouring frames. `FAST` makes that relation easy: one token a frame, and
-an afterglow that shows in every single frame where the shape came from.
+as a relation between what is seen in neighbouring frames. Several worlds tried to make that relation easy; none
+did so in the hours spent, see the model card.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,21 @@ class World:
     speed: tuple[float, float]
     glow: tuple[float, ...] = ()  # opacity of the shape as it was one, two, ... frames ago
     room: float = 1.0  # how much of the free room around its path a shape may use; 0: always through the middle
-    lead: float = 0.5  # when in the clip it passes the middle; early: it ends on the side it moves to
+    belt: bool = False  # the ground moves with the shape
+    patch: int = 0  # size in pixels of the ground's patches, half of them lighter, half darker; 0: speckles only
 
 
 SLOW = World(radius=(13.0, 18.0), speed=(3.6, 4.8))
 FAST = World(radius=(15.0, 20.0), speed=(8.0, 8.0), glow=(0.45, 0.2))
 CENTRED = World(radius=(15.0, 20.0), speed=(8.0, 8.0), glow=(0.45, 0.2), room=0.2)
-# Around the middle, a direction says nothing about place unless the time is known too, and the other way round: no
-# gradient leads to either. Outwards, "left" alone already means "rather on the left".
-OUTWARD = World(radius=(15.0, 20.0), speed=(8.0, 8.0), glow=(0.45, 0.2), room=0.2, lead=0.2)
+# Ground and shape move as one: every token, not only the few under the shape, could learn from "left" where the
+# same thing was a frame ago. Two tokens a frame and coarse patches make looking elsewhere than ahead useless.
+BELT = World(radius=(17.0, 23.0), speed=(8.0, 8.0), room=0.6, belt=True)
+FAST_BELT = World(radius=(13.0, 16.0), speed=(16.0, 16.0), belt=True)
+COARSE_BELT = World(radius=(15.0, 19.0), speed=(16.0, 16.0), belt=True, patch=16)
+# A ground of coarse patches that stands still, as before most cameras: what a place looks like is known from the
+# same place in other frames, also under much noise.
+STILL = World(radius=(17.0, 23.0), speed=(8.0, 8.0), room=0.6, patch=16)
 
 
 @dataclass
@@ -53,11 +59,11 @@ def _uniform(n: int, low, high, rng: torch.Generator) -> torch.Tensor:
 
 def _centres(frames: int, size: tuple[int, int], step: torch.Tensor, radius: torch.Tensor, world: World, rng):
     """Straight paths [B, T, 2] that stay inside the canvas where they fit, and cross its middle where not."""
-    half = step.abs() * (frames - 1) * max(world.lead, 1 - world.lead) + radius[:, None]  # [B, 2]
+    half = step.abs() * (frames - 1) / 2 + radius[:, None]  # [B, 2]
     extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
     slack = world.room * (extent / 2 - half).clamp(min=0)
     middle = extent / 2 + slack * (2 * torch.rand(len(step), 2, generator=rng) - 1)
-    time = torch.arange(frames) - (frames - 1) * world.lead
+    time = torch.arange(frames) - (frames - 1) / 2
     return middle[:, None] + time[None, :, None] * step[:, None]
 
 
@@ -79,6 +85,29 @@ def _speckles(b: int, height: int, width: int, rng: torch.Generator) -> torch.Te
     return scene.SPECKLE * cells[..., :height, :width]
 
 
+def _patches(b: int, height: int, width: int, side: int, rng: torch.Generator) -> torch.Tensor:
+    """Lighter and darker squares [B, 1, 1, H, W], each square by the toss of a coin."""
+    coins = torch.randint(2, (b, 1, 1, -(-height // side), -(-width // side)), generator=rng)
+    squares = (2.0 * coins - 1).repeat_interleave(side, 3).repeat_interleave(side, 4)
+    return scene.SPECKLE * squares[..., :height, :width]
+
+
+def _belt(step: torch.Tensor, frames: int, size: tuple[int, int], patch: int, rng: torch.Generator) -> torch.Tensor:
+    """Brightness offsets [B, 1, T, H, W] of grounds that move by `step` [B, 2] pixels (x, y) a frame."""
+    height, width = size
+    moved = [[(round(float(sx) * t), round(float(sy) * t)) for t in range(frames)] for sx, sy in step]
+    margin = max(abs(d) for path in moved for xy in path for d in xy)
+    full = (height + 2 * margin, width + 2 * margin)
+    wide = _patches(len(step), *full, patch, rng) if patch else _speckles(len(step), *full, rng)
+    wide = wide[:, :, 0]  # [B, 1, H', W']
+    return torch.stack(
+        [
+            torch.stack([w[:, margin - y : margin - y + height, margin - x : margin - x + width] for x, y in path], 1)
+            for w, path in zip(wide, moved, strict=True)
+        ]
+    )
+
+
 def _cover(combos, centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """How much of each pixel the shape covers [B, 1, T, H, W], with one pixel of antialiasing."""
     y = torch.arange(size[0])[:, None] + 0.5
@@ -93,7 +122,7 @@ def _cover(combos, centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, 
 
 
 def render(
-    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = CENTRED
+    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = STILL
 ) -> torch.Tensor:
     """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
     b, (height, width) = len(combos), size
@@ -102,7 +131,11 @@ def render(
     step = direction * _uniform(b, *world.speed, rng)[:, None]
     centre = _centres(frames, size, step, radius, world, rng)  # [B, T, 2]
     ground = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
-    ground = (ground[:, :, None, None, None] + _speckles(b, height, width, rng)).clamp(0, 255)
+    if world.belt:
+        speckles = _belt(step, frames, size, world.patch, rng)
+    else:
+        speckles = _patches(b, height, width, world.patch, rng) if world.patch else _speckles(b, height, width, rng)
+    ground = (ground[:, :, None, None, None] + speckles).clamp(0, 255)
     paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
     cover = _cover(combos, centre, radius, size)
     for age, opacity in enumerate(world.glow, start=1):
@@ -116,7 +149,7 @@ def _pick(rng: torch.Generator, n: int) -> int:
     return int(torch.randint(n, (1,), generator=rng))
 
 
-def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = CENTRED) -> Batch:
+def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = STILL) -> Batch:
     """The training batch of a step: the same (seed, step) always gives the same clips and captions."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]

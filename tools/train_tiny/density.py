@@ -1,6 +1,7 @@
 """How sparse the heads are: XAttention's predicted block masks, read while the pipeline generates.
 
-Written apart from the package's own XAttention, so that the figures of the model card stand on their own.
+Written apart from the package's own XAttention, so that the figures of the model card stand on their own; only the
+tile order is the package's.
 """
 
 import math
@@ -8,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 from diffusers.models.transformers import transformer_wan
+
+from heart_attention.masks import tile_order
 
 BLOCK, STRIDE = 64, 8
 
@@ -28,13 +31,6 @@ def density(mass: torch.Tensor, p: float = 0.9) -> torch.Tensor:
     keep = torch.zeros_like(keep_ranked).scatter(-1, order, keep_ranked)
     keep[..., 0] = True
     return keep.float().mean((-1, -2))
-
-
-def tile_order(grid: tuple[int, int, int]) -> torch.Tensor:
-    """Permutation of raster tokens [N] into 4 x 4 x 4 tiles, 64 tokens each."""
-    t, h, w = grid
-    index = torch.arange(t * h * w).view(t // 4, 4, h // 4, 4, w // 4, 4)
-    return index.permute(0, 2, 4, 1, 3, 5).flatten()
 
 
 @contextmanager
@@ -59,7 +55,7 @@ class DensityMeter:
 
     def __init__(self, layers: int, grid: tuple[int, int, int], steps: set[int], branches: int = 2, p: float = 0.9):
         self.layers, self.steps, self.branches, self.p = layers, steps, branches, p
-        self.order, self.calls = tile_order(grid), 0
+        self.order, self.calls = tile_order(grid, BLOCK), 0
         self.rows: dict[str, list[torch.Tensor]] = {"raster": [], "tiles": []}  # each [H], layer by layer
 
     def see(self, q: torch.Tensor, k: torch.Tensor) -> None:

@@ -18,13 +18,14 @@ Z_DIM = 16  # latent channels: 34 dB on the clips
 PATCH = 4  # pixels a side that one latent pixel covers
 TEXT_DIM = 64
 FLOW_SHIFT = 3.0
+LATE_WORDS = ("an",)  # stand last in the vocabulary: it grew when training was already under way
 CAPTION_TOKENS = 12  # at least one more than the longest caption has
 
 
 def words() -> list[str]:
-    """Every word a caption can hold."""
+    """Every word a caption can hold, but for the late ones."""
     text = " ".join(scene.caption(c, t, v) for c in scene.combos() for t in range(3) for v in range(3))
-    return sorted(set(re.findall(r"[a-z]+|,", text)))
+    return sorted(set(re.findall(r"[a-z]+|,", text)) - set(LATE_WORDS))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -32,6 +33,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0)]
     pieces = [("▁" + w, -1.0) for w in words()] + [(",", -1.0), ("▁", -5.0)]
     pieces += [(c, -10.0) for c in "abcdefghijklmnopqrstuvwxyz"]
+    pieces += [("▁" + w, -1.0) for w in LATE_WORDS]
     tok = Tokenizer(models.Unigram(special + pieces, unk_id=2))
     tok.normalizer = normalizers.Lowercase()
     tok.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -32,7 +32,7 @@ class Phase:
     until: int
     lr: tuple[float, float]
     mix: tuple[tuple[float, Canvas], ...]
-    world: data.World = data.CENTRED
+    world: data.World = data.STILL
     shifts: tuple[float, ...] = (model.FLOW_SHIFT,)  # of the noise levels, sample by sample in turn
 
 
@@ -41,8 +41,9 @@ class Phase:
 SMALL, CUBE, LONG, WIDE = (8, 4, 8, 8), (4, 8, 8, 8), (2, 16, 8, 8), (2, 4, 16, 16)
 SIX, MIDDLE, ROW, FIELD, NATIVE = (4, 6, 10, 10), (2, 8, 12, 12), (2, 12, 8, 8), (1, 4, 20, 20), (1, 12, 20, 20)
 DECAY_MIX = ((0.1, SMALL), (0.35, SIX), (0.35, MIDDLE), (0.08, FIELD), (0.12, NATIVE))
-LAST_MIX = ((0.2, SMALL), (0.4, SIX), (0.3, MIDDLE), (0.1, NATIVE))
+TEN, SIXTEEN = (8, 4, 10, 10), (2, 8, 16, 16)
 HIGH_NOISE = (model.FLOW_SHIFT, 9.0)  # what moves where is decided early in sampling
+MIDDLE_NOISE = (model.FLOW_SHIFT, 1.3)
 # The first 3,600 steps knew slow shapes without afterglow: colours were learned there, directions were not.
 PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, SMALL),), data.SLOW),
@@ -51,12 +52,16 @@ PLAN = (
     Phase(4500, (2.5e-3, 2.2e-3), ((0.55, SMALL), (0.25, MIDDLE), (0.1, ROW), (0.1, FIELD)), data.FAST),
     Phase(4690, (2.2e-3, 1.98e-3), ((0.3, SMALL), (0.46, MIDDLE), (0.1, ROW), (0.1, FIELD), (0.04, NATIVE)), data.FAST),
     Phase(5123, (1.84e-3, 1.01e-3), DECAY_MIX, data.CENTRED),
-)
-# Where to go on from the shipped weights, given hours: tried for 140 steps only, see the model card.
-LONGER = (
-    *PLAN,
-    Phase(15000, (1.6e-3, 1.4e-3), LAST_MIX, data.OUTWARD, HIGH_NOISE),
-    Phase(20000, (1.4e-3, 1e-4), LAST_MIX, data.OUTWARD, HIGH_NOISE),
+    # Grounds that move with the shape taught shapes, but no directions either.
+    Phase(7195, (2e-3, 2e-3), ((0.6, SMALL), (0.25, MIDDLE), (0.1, CUBE), (0.05, FIELD)), data.BELT, HIGH_NOISE),
+    Phase(7835, (2.5e-3, 2.5e-3), ((0.85, TEN), (0.15, SIXTEEN)), data.FAST_BELT, HIGH_NOISE),
+    Phase(7892, (2.5e-3, 2.5e-3), ((0.85, TEN), (0.15, SIXTEEN)), data.COARSE_BELT, (1.3,)),
+    Phase(8642, (2.5e-3, 2.5e-3), ((0.95, SMALL), (0.05, MIDDLE)), data.COARSE_BELT, (1.3,)),
+    # Sharp heads and a clean ground.
+    Phase(
+        10400, (2.5e-3, 2.5e-3), ((0.5, SMALL), (0.3, CUBE), (0.17, MIDDLE), (0.03, FIELD)), data.STILL, MIDDLE_NOISE
+    ),
+    Phase(11200, (2.5e-3, 1e-4), ((0.35, SMALL), (0.3, CUBE), (0.25, MIDDLE), (0.1, NATIVE)), data.STILL, MIDDLE_NOISE),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
@@ -254,11 +259,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--longer", action="store_true", help="go on beyond the shipped weights")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
-    run(args.out, LONGER if args.longer else PLAN, seed=args.seed)
+    run(args.out, PLAN, seed=args.seed)
     log.info("done: %s", json.dumps({"out": str(args.out)}))
 
 

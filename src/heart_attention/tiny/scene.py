@@ -38,7 +38,8 @@ TEMPLATES = (
     "on a {background} background a {colour} {shape} {verb} {motion}",
     "{colour} {shape} {verb} {motion}, {background} background",
 )
-SPECKLE = 30  # speckles lighten or darken a background by at most this much
+SPECKLE = 30  # patches and speckles lighten or darken a background by at most this much
+PATCH_RANGE, HUE_RANGE = 42.0, 45.0  # how far, in brightness and in hue, a pixel may be off its ground's colour
 
 Combo = tuple[str, str, str, str]  # (colour, shape, motion, background)
 
@@ -51,9 +52,10 @@ def combos() -> list[Combo]:
 def caption(combo: Combo, template: int = 0, verb: int = 0) -> str:
     """The sentence for a combination."""
     colour, shape, motion, background = combo
-    return TEMPLATES[template].format(
+    sentence = TEMPLATES[template].format(
         colour=colour, shape=shape, motion=motion, background=background, verb=VERBS[verb]
     )
+    return sentence.replace("a orange", "an orange")
 
 
 def parse(prompt: str) -> Combo:
@@ -108,16 +110,24 @@ def _nearest(rgb: np.ndarray, palette: dict[str, tuple[int, int, int]]) -> str:
     return min(palette, key=lambda name: float(np.sum((rgb - np.array(palette[name])) ** 2)))
 
 
-def read_scene(frames: np.ndarray, threshold: float = 75.0) -> dict:
+def _explained(pixels: np.ndarray, ground: tuple[int, int, int]) -> np.ndarray:
+    """Which pixels [..., 3] are this ground, lightened or darkened as its patches are."""
+    off = pixels - np.array(ground, dtype=np.float32)
+    grey = off.mean(-1, keepdims=True)  # patches change all three colours alike
+    return (np.abs(grey[..., 0]) <= PATCH_RANGE) & (np.sqrt(((off - grey) ** 2).sum(-1)) <= HUE_RANGE)
+
+
+def read_scene(frames: np.ndarray) -> dict:
     """Read colour and motion from frames by thresholding. frames [T, H, W, 3], 0..1 or 0..255."""
     pixels = np.asarray(frames, dtype=np.float32)
     if pixels.ndim != 4 or pixels.shape[-1] != 3:
         raise ValueError(f"frames must be [T, H, W, 3], not {pixels.shape}")
     if pixels.max() <= 1.5:
         pixels = pixels * 255.0
-    background = np.median(pixels.reshape(-1, 3), axis=0)
-    apart = np.sqrt(((pixels - background) ** 2).sum(-1)) > threshold  # [T, H, W]
-    seen = {"background": _nearest(background, BACKGROUND_COLOURS), "colour": None, "motion": None, "path": None}
+    grounds = {name: _explained(pixels, colour) for name, colour in BACKGROUND_COLOURS.items()}  # each [T, H, W]
+    background = max(grounds, key=lambda name: int(grounds[name].sum()))
+    apart = ~grounds[background]
+    seen = {"background": background, "colour": None, "motion": None, "path": None}
     seen["area"] = float(apart.mean())
     # Fewer pixels than a disc of 5 px radius, in the median frame, is no object.
     if np.median(apart.sum((1, 2))) < 80:
