@@ -138,6 +138,7 @@ class OrderProbe:
         self.backbone, self.masses, self.steps = heart.XAttention(stride=stride, block=block), masses, steps
         self.exact: dict[tuple[str, float], list[float]] = {}
         self.predicted: dict[tuple[str, float], list[float]] = {}
+        self.errors: dict[tuple[str, float], list[tuple[float, float]]] = {}
 
     def start_forward(self, where: Where) -> None: ...
 
@@ -149,7 +150,17 @@ class OrderProbe:
 
             for name, order in (("raster", None), ("tiles", tile_order(where.grid, self.backbone.block))):
                 self._count(name, order, q, k)
+                if q.shape[2] <= 2048:  # token by token, so at small sizes only
+                    self._measure(name, order, q, k, v, where.grid)
         return dense(q, k, v)
+
+    def _measure(self, name: str, order: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid: tuple) -> None:
+        exact = F.scaled_dot_product_attention(q, k, v)
+        for p in self.masses:
+            mask = self.backbone.predict(q, k, p, order=order).dense_tokens()
+            error = F.scaled_dot_product_attention(q, k, v, attn_mask=mask) - exact
+            relative = float(error.norm() / exact.norm())
+            self.errors.setdefault((name, p), []).append((relative, common_share(error, grid)))
 
     def _count(self, name: str, order: Any, q: torch.Tensor, k: torch.Tensor) -> None:
         for h in range(q.shape[1]):
@@ -159,6 +170,14 @@ class OrderProbe:
         for p in self.masses:
             mask = self.backbone.predict(q, k, p, order=order)
             self.predicted.setdefault((name, p), []).append(float(mask.density().mean()))
+
+
+def common_share(error: torch.Tensor, grid: tuple[int, int, int], side: int = 4) -> float:
+    """Share of the squared error [B, H, N, D] that the tokens of a cell of side³ have in common."""
+    t, h, w = (n // side for n in grid)
+    cells = error.unflatten(2, grid)[:, :, : t * side, : h * side, : w * side]
+    cells = cells.unflatten(4, (w, side)).unflatten(3, (h, side)).unflatten(2, (t, side))  # [B, H, t, s, h, s, w, s, D]
+    return float(cells.mean((3, 5, 7)).square().sum() * side**3 / cells.square().sum().clamp(min=1e-30))
 
 
 def block_mass(q: torch.Tensor, k: torch.Tensor, order: Any, block: int) -> torch.Tensor:
@@ -207,6 +226,7 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
     blocks = {p: {o: _mean(probe.exact[o, p]) for o in ("raster", "tiles")} for p in masses}
     predicted = {p: {o: _mean(probe.predicted[o, p]) for o in ("raster", "tiles")} for p in masses}
     study = {"steps": list(sampled), "blocks_at_equal_mass": blocks, "predicted_density": predicted}
+    study["errors"] = {p: {o: _pair(probe.errors.get((o, p), [])) for o in ("raster", "tiles")} for p in masses}
     if not quality:
         return study
     runs = []
@@ -228,6 +248,10 @@ def _frames(pipe, prompt: str, call: dict) -> torch.Tensor:
 
 def _psnr(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(-10 * torch.log10((a - b).square().mean().clamp(min=1e-12)))
+
+
+def _pair(found: list[tuple[float, float]]) -> dict[str, float]:
+    return {"relative": _mean([f[0] for f in found]), "common": _mean([f[1] for f in found])} if found else {}
 
 
 def _mean(values: list[float]) -> float:
@@ -262,6 +286,13 @@ def print_order(study: dict) -> None:
     print(f"\n{'τ':>6} {'raster':>9} {'tiles':>9} {'change':>8}   density of XAttention's own masks")
     for p, row in study["predicted_density"].items():
         print(f"{p:>6} {row['raster']:>9.4f} {row['tiles']:>9.4f} {row['tiles'] / row['raster'] - 1:>8.1%}")
+    if study["errors"][0.9]["raster"]:
+        print(
+            f"\n{'τ':>6} {'raster':>9} {'tiles':>9} {'raster':>9} {'tiles':>9}   output error; share common to 4³ cells"
+        )
+        for p, row in study["errors"].items():
+            shown = [row[o][kind] for kind in ("relative", "common") for o in ("raster", "tiles")]
+            print(f"{p:>6} " + " ".join(f"{value:>9.4f}" for value in shown))
     if "quality" not in study:
         return
     print(f"\n{'order':>8} {'τ':>6} {'density':>9} {'PSNR':>8}")
