@@ -96,3 +96,13 @@ def test_a_bad_results_file_is_refused(tmp_path, content, sentence):
 def test_unknown_methods_are_refused(tiny_pipe, name):
     with pytest.raises(HeartError, match="unknown method"):
         methods.build(name, tiny_pipe, "tiny")
+
+
+def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):
+    import logging
+
+    log = logging.getLogger("heart_attention.engine")
+    with compare._hushed():
+        log.warning("not heard")
+    log.warning("heard")
+    assert [r.message for r in caplog.records] == ["heard"]

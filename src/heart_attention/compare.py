@@ -6,13 +6,15 @@ Data flows one way: `Method`s and a `Setting` → `run` (one atomic record a gen
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +191,20 @@ def warm_up(pipe, methods: Sequence[Method], prompt: str, setting: Setting) -> N
         if method.config.dense_steps:
             method = dataclasses.replace(method, config=dataclasses.replace(method.config, dense_steps=1))
         short = dataclasses.replace(setting, call={**setting.call, "num_inference_steps": 3})
-        generate(pipe, method, prompt, 0, short)
+        with _hushed():
+            generate(pipe, method, prompt, 0, short)
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """No warnings: what is said of three steps of warming up is not meant for the user."""
+    logger = logging.getLogger(__package__)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def run(
