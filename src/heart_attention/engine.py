@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kernels, reuse, worth
+from . import kernels, mask_parts, reuse, worth
 from .clock import Where
 from .config import HeartConfig, threshold_table
 from .errors import HeartError
-from .masks import BlockMask, ClusterMask, Packed, Text, tile_order
+from .masks import Packed, Text, tile_order
 from .stats import Laps, Recorder, Row, Stats
 
 log = logging.getLogger(__name__)
@@ -306,8 +306,12 @@ class Engine:
         state.cached |= call.refresh
         if parts is not None:
             batch, heads = call.q.shape[:2]
-            whole = state.packed.unpack() if state.packed is not None else _full_like(parts, batch, heads, call.text)
-            mask = whole.put(index, parts) if not bool(index.all()) else _reshape(parts, batch)
+            whole = (
+                state.packed.unpack()
+                if state.packed is not None
+                else mask_parts.full_like(parts, batch, heads, call.text)
+            )
+            mask = whole.put(index, parts) if not bool(index.all()) else mask_parts.split_batch(parts, batch)
             state.packed, state.plan = mask.packed(), None
             state.density = mask.density().cpu()
             self._choose_kernel(call, mask)
@@ -333,7 +337,7 @@ class Engine:
                     key=(at.layer, at.branch, at.item + b),
                 )
                 found.append(mask)
-        return (_join(found) if found else None), index
+        return (mask_parts.join(found) if found else None), index
 
     def _count(self, call: Call, state: LayerState) -> None:
         state.calls += 1
@@ -482,46 +486,6 @@ def _runs(flags: list[bool]) -> list[tuple[int, int]]:
     """Stretches of true entries as (start, stop)."""
     edges = [i for i in range(len(flags) + 1) if (i > 0 and flags[i - 1]) != (i < len(flags) and flags[i])]
     return list(zip(edges[::2], edges[1::2]))
-
-
-def _join(masks: list[Any]) -> Any:
-    """Masks [1, n] side by side."""
-    first = masks[0]
-    if len(masks) == 1:
-        return first
-    parts = {name: torch.cat([getattr(m, name) for m in masks], 1) for name in first._per_head}
-    return dataclasses.replace(first, **parts)
-
-
-def _reshape(mask: Any, batch: int) -> Any:
-    """[1, B·H] as [B, H]."""
-    if batch == 1:
-        return mask
-    return mask._map(lambda x: x.view(batch, -1, *x.shape[2:]))
-
-
-def _full_like(mask: Any, batch: int, heads: int, text: Text | None) -> BlockMask | ClusterMask:
-    """A mask of the same kind that keeps everything, for heads with τ ≥ 1.
-
-    Clusters become equal stretches of tokens, which is what kernels like best; text keeps its two clusters.
-    """
-    grow = lambda x: x[:1, :1].expand(batch, heads, *x.shape[2:]).contiguous()  # noqa: E731
-    if isinstance(mask, BlockMask):
-        return dataclasses.replace(mask, blocks=torch.ones_like(grow(mask.blocks)))
-    kept, extra = torch.ones_like(grow(mask.map)), 0 if text is None else 2
-    if text is not None:  # unused slots attend only to themselves
-        kept[..., -1, :-1] = False
-        kept[..., :-1, -1] = False
-    q_labels = _even_labels(grow(mask.q_labels), kept.shape[2] - extra)
-    return ClusterMask(kept, q_labels, _even_labels(grow(mask.k_labels), kept.shape[3] - extra))
-
-
-def _even_labels(labels: Tensor, clusters: int) -> Tensor:
-    """Video tokens dealt to clusters in equal stretches; labels of text (from `clusters` up) stay."""
-    video = labels < clusters
-    place = video.long().cumsum(-1) - 1
-    count = int(video.sum(-1).flatten()[0])
-    return torch.where(video, place * clusters // count, labels).to(labels.dtype)
 
 
 def _kind(q: Tensor, mask: Any) -> tuple:
