@@ -17,9 +17,10 @@ from typing import Any
 
 import psutil
 import torch
-from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import UniPCMultistepScheduler, WanPipeline
 
 import heart_attention as heart
+from small_wan import small_wan
 
 EARLY = 2  # generations until everything that stays has been made
 STEPS, SIZE, FRAMES = 5, 64, 9  # 48 video tokens
@@ -28,20 +29,8 @@ MB = 1 << 20
 
 def pipeline() -> WanPipeline:
     """A pipeline without text encoder and VAE: embeddings go in, latents come out."""
-    torch.manual_seed(0)
-    transformer = WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-        freq_dim=16,
-        ffn_dim=16,
-        num_layers=2,
-        rope_max_seq_len=32,
-    ).eval()
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
-    pipe = WanPipeline(None, None, None, scheduler, transformer)
+    pipe = WanPipeline(None, None, None, scheduler, small_wan())
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

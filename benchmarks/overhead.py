@@ -10,23 +10,9 @@ from typing import Any
 
 import torch
 
+from small_wan import small_wan
+
 ROUNDS, SLICE = 3000, 4  # calls are timed a few at a time, so that some slices go undisturbed
-
-
-def _model() -> torch.nn.Module:
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-        freq_dim=16,
-        ffn_dim=16,
-        num_layers=2,
-        rope_max_seq_len=32,
-    ).eval()
 
 
 def _time(run: Callable[[], Any]) -> float:
@@ -45,7 +31,7 @@ def _calls(q: torch.Tensor) -> dict[str, Callable[[], Any]]:
     from heart_attention.models.processors import dispatch
     from heart_attention.record import Recorder
 
-    bare, engine = _model(), _model()
+    bare, engine = small_wan(), small_wan()
     attach(bare, Recorder(lambda where: False, "cpu", None, False))
     heart.enable(engine, heart.HeartConfig(backbone=heart.XAttention(), thresholds=1.0))
     options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "parallel_config": None}
