@@ -82,20 +82,32 @@ def test_parse_refuses_what_is_missing():
         scene.parse("a red circle on a navy background")
 
 
+def clip_of(colour, lit: bool) -> np.ndarray:
+    """A clip of nothing but one colour, under the world's light or not."""
+    plain = np.broadcast_to(np.array(colour, dtype=np.float32), (5, 40, 40, 3))
+    return np.clip(plain + scene.light(5, 40, 40), 0, 255) if lit else plain
+
+
 def test_no_object_colour_passes_for_ground_and_no_ground_for_another():
     for name, ground in scene.BACKGROUND_COLOURS.items():
         for paint in scene.OBJECT_COLOURS.values():
-            assert not scene._explained(np.array(paint, dtype=np.float32), ground)
-        for other, colour in scene.BACKGROUND_COLOURS.items():
-            for patch in (-scene.SPECKLE, 0, scene.SPECKLE):
-                pixel = np.clip(np.array(colour, dtype=np.float32) + patch, 0, 255)
-                assert scene._explained(pixel, ground) == (other == name)
+            # Where the light is brightest, beige comes near white: late, and away from the middle.
+            assert scene._explained(clip_of(paint, lit=False), ground).mean() <= 0.25
+        shares = {
+            other: np.mean(
+                [scene._explained(clip_of(np.add(colour, patch), lit=True), ground) for patch in (-30, 0, 30)]
+            )
+            for other, colour in scene.BACKGROUND_COLOURS.items()
+        }
+        assert shares.pop(name) == 1.0
+        assert max(shares.values()) <= 0.35
 
 
 def test_check_sees_no_object_in_an_empty_clip():
-    frames = np.full((6, 64, 64, 3), scene.BACKGROUND_COLOURS["navy"], dtype=np.uint8)
-    found = tiny.check(frames, "a red circle moves left on a navy background")
-    assert found["background"] and not found["colour"] and not found["motion"]
+    for lit in (True, False):
+        frames = clip_of(scene.BACKGROUND_COLOURS["navy"], lit).astype(np.uint8)
+        found = tiny.check(frames, "a red circle moves left on a navy background")
+        assert found["background"] and not found["colour"] and not found["motion"]
 
 
 def test_import_is_light():

@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/ is not installed
 
-from tools.train_tiny import data, density, model, train
+from tools.train_tiny import data, density, model, train, words
 from tools.train_tiny.muon import orthogonalise
 
 from heart_attention import tiny
@@ -111,6 +111,29 @@ def test_restore_refuses_another_seed():
     trainer = train.Trainer(train.SMOKE_PLAN)
     with pytest.raises(ValueError, match="seed"):
         trainer.restore({"seed": 1})
+
+
+def test_taught_words_are_heard_and_others_stay(monkeypatch):
+    monkeypatch.setattr(words, "CANVAS", (2, 2, 4, 4))
+    trainer = train.Trainer(train.SMOKE_PLAN)
+    probe = {w: f"a red circle moves {w} on a gray background" for w in scene.MOTIONS}
+
+    def projected():
+        with torch.no_grad():
+            text = trainer._text(list(probe.values()), torch.Generator(), dropout=0.0)
+            return trainer.transformer.condition_embedder.text_embedder(text)
+
+    def spread(x):
+        return (x - x.mean(0)).norm(dim=-1).mean(0)
+
+    before = projected()
+    words.teach(trainer, tuple(scene.MOTIONS), data.LIT, steps=2)
+    after = projected()
+    place = 4  # of the motion in these captions
+    assert spread(after)[place] > 3 * spread(before)[place]
+    colour = 1
+    assert (after - before)[:, colour].norm() < 0.5 * (after - before)[:, place].norm()
+    assert all(torch.equal(trainer.ema[n], p) for n, p in trainer.named)
 
 
 def test_plan_goes_forward_and_ends():

@@ -2,15 +2,15 @@
 
 A clip is one coloured shape moving at constant speed over a background of one colour with lighter and darker
 patches (in early training: fine speckles) that are drawn anew for every clip. They cannot be known from the
-caption, only from the same place in other frames: they make looking along time worth learning. Sizes and speeds
-are in pixels, the same on every canvas, so that what is learned on small canvases holds on large ones.
+caption, only from the same place in other frames: they make looking along time worth learning.
 
-Rotary positions are relative: a token does not know where in the clip it is, so "moves left" can only be learned
-as a relation between what is seen in neighbouring frames. Several worlds tried to make that relation easy; none
-did so in the hours spent, see the model card.
+Rotary positions are relative: a token does not know where in the clip it is, so "moves left" could only be learned
+as a relation between neighbouring frames, and in several worlds it was not. So the last worlds are lit: a soft light
+reddens the ground to the right, greens it to the bottom and brightens it with time. The model learns to draw that
+light (a canvas has edges, and heads notice them), and with it every token knows where and when it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,9 @@ class World:
     room: float = 1.0  # how much of the free room around its path a shape may use; 0: always through the middle
     belt: bool = False  # the ground moves with the shape
     patch: int = 0  # size in pixels of the ground's patches, half of them lighter, half darker; 0: speckles only
+    lit: bool = False  # light that tells where and when one is, and paths that keep to it:
+    reach: float = 0.3  # how far from the middle they begin and end, of the canvas
+    across: float = 0.12  # how far they may lie to either side of it
 
 
 SLOW = World(radius=(13.0, 18.0), speed=(3.6, 4.8))
@@ -42,6 +45,11 @@ COARSE_BELT = World(radius=(15.0, 19.0), speed=(16.0, 16.0), belt=True, patch=16
 # A ground of coarse patches that stands still, as before most cameras: what a place looks like is known from the
 # same place in other frames, also under much noise.
 STILL = World(radius=(17.0, 23.0), speed=(8.0, 8.0), room=0.6, patch=16)
+# The ground is lit: redder to the right, greener to the bottom, brighter with time. Rotary positions are relative,
+# so this is how a token can know where and when it is, and what "left" means for it: there at the begin, here now.
+LIT = World(radius=(13.0, 18.0), speed=(0.0, 0.0), patch=16, lit=True)
+LIT_SHORT = replace(LIT, radius=(15.0, 21.0), reach=0.25, across=0.25)
+LIT_WIDE, LIT_NARROW = replace(LIT, across=0.25), replace(LIT, across=0.05)
 
 
 @dataclass
@@ -65,6 +73,14 @@ def _centres(frames: int, size: tuple[int, int], step: torch.Tensor, radius: tor
     middle = extent / 2 + slack * (2 * torch.rand(len(step), 2, generator=rng) - 1)
     time = torch.arange(frames) - (frames - 1) / 2
     return middle[:, None] + time[None, :, None] * step[:, None]
+
+
+def _lit_centres(frames: int, size: tuple[int, int], direction: torch.Tensor, world: World, rng) -> torch.Tensor:
+    """Paths [B, T, 2] that are in the middle of the canvas at half time, a little to either side of it."""
+    extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
+    across = world.across * extent * (2 * torch.rand(len(direction), 1, generator=rng) - 1) * (direction == 0)
+    time = torch.linspace(-1, 1, frames)
+    return extent / 2 + across[:, None] + world.reach * extent * time[None, :, None] * direction[:, None]
 
 
 def _distance(shape: str, x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
@@ -122,20 +138,26 @@ def _cover(combos, centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, 
 
 
 def render(
-    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = STILL
+    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = LIT
 ) -> torch.Tensor:
     """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
     b, (height, width) = len(combos), size
     radius = _uniform(b, *world.radius, rng)
     direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
     step = direction * _uniform(b, *world.speed, rng)[:, None]
-    centre = _centres(frames, size, step, radius, world, rng)  # [B, T, 2]
+    if world.lit:
+        centre = _lit_centres(frames, size, direction, world, rng)  # [B, T, 2]
+    else:
+        centre = _centres(frames, size, step, radius, world, rng)
     ground = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
     if world.belt:
         speckles = _belt(step, frames, size, world.patch, rng)
     else:
         speckles = _patches(b, height, width, world.patch, rng) if world.patch else _speckles(b, height, width, rng)
-    ground = (ground[:, :, None, None, None] + speckles).clamp(0, 255)
+    ground = ground[:, :, None, None, None] + speckles
+    if world.lit:
+        ground = ground + torch.from_numpy(scene.light(frames, height, width)).permute(3, 0, 1, 2)
+    ground = ground.clamp(0, 255)
     paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
     cover = _cover(combos, centre, radius, size)
     for age, opacity in enumerate(world.glow, start=1):
@@ -149,7 +171,7 @@ def _pick(rng: torch.Generator, n: int) -> int:
     return int(torch.randint(n, (1,), generator=rng))
 
 
-def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = STILL) -> Batch:
+def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = LIT) -> Batch:
     """The training batch of a step: the same (seed, step) always gives the same clips and captions."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]

@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from . import data, model
+from heart_attention.tiny import scene
+
+from . import data, model, words
 from .muon import Muon
 
 log = logging.getLogger("train_tiny")
@@ -32,8 +34,9 @@ class Phase:
     until: int
     lr: tuple[float, float]
     mix: tuple[tuple[float, Canvas], ...]
-    world: data.World = data.STILL
+    world: data.World = data.LIT
     shifts: tuple[float, ...] = (model.FLOW_SHIFT,)  # of the noise levels, sample by sample in turn
+    teach: tuple[str, ...] = ()  # words to be taught before it begins, see words.py
 
 
 # Small canvases teach what things look like; long and wide ones teach the rotary positions that small canvases
@@ -44,6 +47,8 @@ DECAY_MIX = ((0.1, SMALL), (0.35, SIX), (0.35, MIDDLE), (0.08, FIELD), (0.12, NA
 TEN, SIXTEEN = (8, 4, 10, 10), (2, 8, 16, 16)
 HIGH_NOISE = (model.FLOW_SHIFT, 9.0)  # what moves where is decided early in sampling
 MIDDLE_NOISE = (model.FLOW_SHIFT, 1.3)
+ALL_NOISE = (model.FLOW_SHIFT, 1.3, 9.0)
+LIT_MIX = ((0.15, SMALL), (0.1, CUBE), (0.4, SIX), (0.35, MIDDLE))
 # The first 3,600 steps knew slow shapes without afterglow: colours were learned there, directions were not.
 PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, SMALL),), data.SLOW),
@@ -62,6 +67,25 @@ PLAN = (
         10400, (2.5e-3, 2.5e-3), ((0.5, SMALL), (0.3, CUBE), (0.17, MIDDLE), (0.03, FIELD)), data.STILL, MIDDLE_NOISE
     ),
     Phase(11200, (2.5e-3, 1e-4), ((0.35, SMALL), (0.3, CUBE), (0.25, MIDDLE), (0.1, NATIVE)), data.STILL, MIDDLE_NOISE),
+    # Light, by which every token knows where and when it is; then the words that had not been heard so far.
+    Phase(11920, (2.5e-3, 2.5e-3), ((0.45, SMALL), (0.25, CUBE), (0.15, SIX), (0.15, MIDDLE)), data.LIT_SHORT),
+    Phase(12238, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT_WIDE),
+    Phase(12659, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT_NARROW, HIGH_NOISE),
+    Phase(12950, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT, HIGH_NOISE, teach=tuple(scene.MOTIONS)),
+    Phase(
+        14150,
+        (2.5e-3, 2.5e-3),
+        ((0.2, SMALL), (0.15, CUBE), (0.3, SIX), (0.3, MIDDLE), (0.05, FIELD)),
+        data.LIT,
+        ALL_NOISE,
+    ),
+    Phase(
+        14750,
+        (2.5e-3, 1e-4),
+        ((0.2, SMALL), (0.2, CUBE), (0.25, SIX), (0.27, MIDDLE), (0.08, NATIVE)),
+        data.LIT,
+        ALL_NOISE,
+    ),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
@@ -72,13 +96,13 @@ GAIN_LR = 4.0  # QK-norm gains learn faster, so that attention can become as sha
 TEXT_LENGTHS = (64, 512)  # prompt lengths the pipeline may pad to
 
 
-def phase_at(plan: tuple[Phase, ...], step: int) -> tuple[Phase, float]:
-    """The phase a step belongs to and the learning rate there."""
+def phase_at(plan: tuple[Phase, ...], step: int) -> tuple[Phase, float, float]:
+    """The phase a step belongs to, the learning rate there, and how much of the phase is over (0 at its begin)."""
     begin = 0
     for phase in plan:
         if step < phase.until:
             part = (step - begin) / (phase.until - begin)
-            return phase, phase.lr[0] + part * (phase.lr[1] - phase.lr[0])
+            return phase, phase.lr[0] + part * (phase.lr[1] - phase.lr[0]), part
         begin = phase.until
     raise ValueError(f"step {step} lies beyond the plan, which ends at {begin}")
 
@@ -138,9 +162,9 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = lr * group.get("factor", 1.0)
 
-    def _text(self, captions: list[str], rng: torch.Generator) -> torch.Tensor:
+    def _text(self, captions: list[str], rng: torch.Generator, dropout: float = CAPTION_DROPOUT) -> torch.Tensor:
         window = model.CAPTION_TOKENS
-        kept = [c if torch.rand((), generator=rng) >= CAPTION_DROPOUT else "" for c in captions]
+        kept = [c if torch.rand((), generator=rng) >= dropout else "" for c in captions]
         tokens = self.tokenizer(kept, padding="max_length", max_length=window, truncation=True, return_tensors="pt")
         mask = tokens.attention_mask
         total = TEXT_LENGTHS[int(torch.randint(len(TEXT_LENGTHS), (), generator=rng))]
@@ -164,7 +188,9 @@ class Trainer:
 
     def train_step(self) -> tuple[float, Canvas]:
         """Advance by one step; returns the loss and the canvas it was taken on."""
-        phase, lr = phase_at(self.plan, self.step)
+        phase, lr, over = phase_at(self.plan, self.step)
+        if phase.teach and over == 0:
+            words.teach(self, phase.teach, phase.world)
         rng = torch.Generator().manual_seed((self.seed + 1) * 7_000_003 + self.step)
         weights = torch.tensor([w for w, _ in phase.mix])
         canvas = phase.mix[int(torch.multinomial(weights, 1, generator=rng))][1]

@@ -39,7 +39,9 @@ TEMPLATES = (
     "{colour} {shape} {verb} {motion}, {background} background",
 )
 SPECKLE = 30  # patches and speckles lighten or darken a background by at most this much
-PATCH_RANGE, HUE_RANGE = 42.0, 45.0  # how far, in brightness and in hue, a pixel may be off its ground's colour
+LIGHT = 32  # how much the light changes a colour from the middle to an edge, and from half time to either end
+OBJECT_RANGE = 80.0  # how far a pixel may be off an object's colour
+GROUND_RANGE = 45.0  # how far (of 255, Euclidean) a pixel may be off its ground as patches and light change it
 
 Combo = tuple[str, str, str, str]  # (colour, shape, motion, background)
 
@@ -106,15 +108,33 @@ def prompts(split: str = "heldout") -> list[str]:
     return [caption(c) for c in known[split]]
 
 
+def light(frames: int, height: int, width: int) -> np.ndarray:
+    """What the light adds to the ground's colour [T, H, W, 3]: red to the right, green to the bottom, more with time."""
+    axes = [np.linspace(-1, 1, n, dtype=np.float32) for n in (frames, height, width)]
+    t, y, x = np.meshgrid(*axes, indexing="ij")
+    by_axis = t[..., None] * (1, 1, 1) + y[..., None] * (-0.5, 1, -0.5) + x[..., None] * (1, 0, -1)
+    return LIGHT * by_axis.astype(np.float32)
+
+
 def _nearest(rgb: np.ndarray, palette: dict[str, tuple[int, int, int]]) -> str:
     return min(palette, key=lambda name: float(np.sum((rgb - np.array(palette[name])) ** 2)))
 
 
 def _explained(pixels: np.ndarray, ground: tuple[int, int, int]) -> np.ndarray:
-    """Which pixels [..., 3] are this ground, lightened or darkened as its patches are."""
-    off = pixels - np.array(ground, dtype=np.float32)
-    grey = off.mean(-1, keepdims=True)  # patches change all three colours alike
-    return (np.abs(grey[..., 0]) <= PATCH_RANGE) & (np.sqrt(((off - grey) ** 2).sum(-1)) <= HUE_RANGE)
+    """Which pixels of a clip [T, H, W, 3] are this ground, lit and lightened or darkened by a patch."""
+    lit = np.array(ground, dtype=np.float32) + light(*pixels.shape[:3])
+    off = np.full(pixels.shape[:3], np.inf, dtype=np.float32)
+    for patch in np.linspace(-SPECKLE, SPECKLE, 5):
+        shown = np.clip(lit + np.float32(patch), 0, 255)
+        off = np.minimum(off, np.sqrt(((pixels - shown) ** 2).sum(-1)))
+    return off <= GROUND_RANGE
+
+
+def _painted(pixels: np.ndarray) -> np.ndarray:
+    """Which pixels have about the colour of some object: what is neither this nor ground is a fault, not an object."""
+    paints = np.array(list(OBJECT_COLOURS.values()), dtype=np.float32)
+    off = [np.sqrt(((pixels - paint) ** 2).sum(-1)) for paint in paints]
+    return np.min(off, axis=0) <= OBJECT_RANGE
 
 
 def read_scene(frames: np.ndarray) -> dict:
@@ -126,7 +146,7 @@ def read_scene(frames: np.ndarray) -> dict:
         pixels = pixels * 255.0
     grounds = {name: _explained(pixels, colour) for name, colour in BACKGROUND_COLOURS.items()}  # each [T, H, W]
     background = max(grounds, key=lambda name: int(grounds[name].sum()))
-    apart = ~grounds[background]
+    apart = ~grounds[background] & _painted(pixels)
     seen = {"background": background, "colour": None, "motion": None, "path": None}
     seen["area"] = float(apart.mean())
     # Fewer pixels than a disc of 5 px radius, in the median frame, is no object.
