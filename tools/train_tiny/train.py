@@ -42,8 +42,9 @@ class Phase:
 # Small canvases teach what things look like; long and wide ones teach the rotary positions that small canvases
 # never reach, at a fraction of the cost of the native size, which only comes at the end.
 SMALL, CUBE, LONG, WIDE = (8, 4, 8, 8), (4, 8, 8, 8), (2, 16, 8, 8), (2, 4, 16, 16)
-SIX, MIDDLE, ROW, FIELD, NATIVE = (4, 6, 10, 10), (2, 8, 12, 12), (2, 12, 8, 8), (1, 4, 20, 20), (1, 12, 20, 20)
-DECAY_MIX = ((0.1, SMALL), (0.35, SIX), (0.35, MIDDLE), (0.08, FIELD), (0.12, NATIVE))
+SIX, MIDDLE, ROW, FIELD, LARGE = (4, 6, 10, 10), (2, 8, 12, 12), (2, 12, 8, 8), (1, 4, 20, 20), (1, 12, 20, 20)
+NATIVE = (1, 16, 16, 16)
+DECAY_MIX = ((0.1, SMALL), (0.35, SIX), (0.35, MIDDLE), (0.08, FIELD), (0.12, LARGE))
 TEN, SIXTEEN = (8, 4, 10, 10), (2, 8, 16, 16)
 HIGH_NOISE = (model.FLOW_SHIFT, 9.0)  # what moves where is decided early in sampling
 MIDDLE_NOISE = (model.FLOW_SHIFT, 1.3)
@@ -55,7 +56,7 @@ PLAN = (
     Phase(2500, (3e-3, 3e-3), ((0.74, SMALL), (0.14, CUBE), (0.06, LONG), (0.06, WIDE)), data.SLOW),
     Phase(3600, (3e-3, 2.5e-3), ((0.3, SMALL), (0.4, CUBE), (0.12, LONG), (0.08, WIDE), (0.1, MIDDLE)), data.SLOW),
     Phase(4500, (2.5e-3, 2.2e-3), ((0.55, SMALL), (0.25, MIDDLE), (0.1, ROW), (0.1, FIELD)), data.FAST),
-    Phase(4690, (2.2e-3, 1.98e-3), ((0.3, SMALL), (0.46, MIDDLE), (0.1, ROW), (0.1, FIELD), (0.04, NATIVE)), data.FAST),
+    Phase(4690, (2.2e-3, 1.98e-3), ((0.3, SMALL), (0.46, MIDDLE), (0.1, ROW), (0.1, FIELD), (0.04, LARGE)), data.FAST),
     Phase(5123, (1.84e-3, 1.01e-3), DECAY_MIX, data.CENTRED),
     # Grounds that move with the shape taught shapes, but no directions either.
     Phase(7195, (2e-3, 2e-3), ((0.6, SMALL), (0.25, MIDDLE), (0.1, CUBE), (0.05, FIELD)), data.BELT, HIGH_NOISE),
@@ -66,7 +67,7 @@ PLAN = (
     Phase(
         10400, (2.5e-3, 2.5e-3), ((0.5, SMALL), (0.3, CUBE), (0.17, MIDDLE), (0.03, FIELD)), data.STILL, MIDDLE_NOISE
     ),
-    Phase(11200, (2.5e-3, 1e-4), ((0.35, SMALL), (0.3, CUBE), (0.25, MIDDLE), (0.1, NATIVE)), data.STILL, MIDDLE_NOISE),
+    Phase(11200, (2.5e-3, 1e-4), ((0.35, SMALL), (0.3, CUBE), (0.25, MIDDLE), (0.1, LARGE)), data.STILL, MIDDLE_NOISE),
     # Light, by which every token knows where and when it is; then the words that had not been heard so far.
     Phase(11920, (2.5e-3, 2.5e-3), ((0.45, SMALL), (0.25, CUBE), (0.15, SIX), (0.15, MIDDLE)), data.LIT_SHORT),
     Phase(12238, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT_WIDE),
