@@ -1,7 +1,7 @@
 """Does the embedded model do what prompts say, and are its heads sparse? Figures and a contact sheet.
 
     python -m tools.train_tiny.evaluate check    --steps 50              # held-out prompts, native size
-    python -m tools.train_tiny.evaluate controls --size quick            # guidance off, shuffled prompts
+    python -m tools.train_tiny.evaluate controls --size quick            # guidance off
     python -m tools.train_tiny.evaluate density  --prompts 8             # trained and random weights
     python -m tools.train_tiny.evaluate timing                           # one dense generation, by part
     python -m tools.train_tiny.evaluate words                            # what a wrong word costs in loss
@@ -173,24 +173,23 @@ def record(name: str, row: dict, path: Path = FIGURES) -> None:
 
 
 def run_check(pipe, args, call: dict) -> None:
-    """Held-out prompts as they are."""
+    """Held-out prompts as they are; then the same clips, each checked against another prompt than its own."""
     prompts = tiny.prompts("heldout")[: args.prompts or 24]
     rates, clips = score(pipe, prompts, prompts, call)
     contact_sheet(clips, prompts, args.sheet)
     record("check", {**rates, "call": call}, args.figures)
-
-
-def run_controls(pipe, args, call: dict) -> None:
-    """Guidance off, and each clip checked against another prompt than its own."""
-    prompts = tiny.prompts("heldout")[: args.prompts or 24]
-    rates, clips = score(pipe, prompts, prompts, {**call, "guidance_scale": 1.0})
-    record("guidance_off", {**rates, "call": {**call, "guidance_scale": 1.0}}, args.figures)
-    rates, clips = score(pipe, prompts, prompts, call)
-    record("guided_same_size", {**rates, "call": call}, args.figures)
     others = prompts[7:] + prompts[:7]
     checks = [tiny.check(c, p) for c, p in zip(clips, others, strict=True)]
     shuffled = {k: float(np.mean([c[k] for c in checks])) for k in ("background", "colour", "motion")}
     record("shuffled_prompts", {**shuffled, "prompts": len(prompts), "call": call}, args.figures)
+
+
+def run_controls(pipe, args, call: dict) -> None:
+    """Guidance off."""
+    prompts = tiny.prompts("heldout")[: args.prompts or 24]
+    call = {**call, "guidance_scale": 1.0}
+    rates, _ = score(pipe, prompts, prompts, call)
+    record("guidance_off", {**rates, "call": call}, args.figures)
 
 
 def run_density(pipe, args, call: dict) -> None:
