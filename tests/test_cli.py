@@ -102,3 +102,11 @@ def test_import_is_quick_and_light():
     code = "import sys, heart_attention; print('torch' in sys.modules, 'diffusers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    shipped = Path(tiny.path()).parent / "calibrations" / "xattention.heart.json"
+    code = f"import sys; from heart_attention import cli; sys.exit(cli.main(['show', {str(shipped)!r}]))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 
 from . import __version__
@@ -35,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("heart: interrupted", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read our output has seen enough: `heart show F | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return 0
     except (HeartError, OSError) as error:
         if args.debug:
             raise
