@@ -33,6 +33,17 @@ def test_check_reads_rendered_clips():
         assert np.mean([f[key] for f in found]) >= 0.95
 
 
+def test_check_reads_every_colour_on_every_ground():
+    pairs = [(colour, ground) for colour in scene.OBJECT_COLOURS for ground in scene.BACKGROUND_COLOURS]
+    shapes, motions = list(scene.SHAPES), list(scene.MOTIONS)
+    combos = [(c, shapes[i % 4], motions[i // 4 % 4], g) for i, (c, g) in enumerate(pairs)]
+    video = data.render(combos, 8, (96, 96), torch.Generator().manual_seed(8))
+    frames = (video.permute(0, 2, 3, 4, 1) * 0.5 + 0.5).numpy()
+    for combo, clip in zip(combos, frames, strict=True):
+        found = tiny.check(clip, scene.caption(combo))
+        assert found["background"] and found["colour"] and found["motion"], (combo, found["seen"])
+
+
 def test_batches_are_a_function_of_seed_and_step():
     one, two, other = (data.batch(1, s, 2, 4, (32, 32)) for s in (9, 9, 10))
     assert torch.equal(one.video, two.video) and one.captions == two.captions

@@ -68,19 +68,12 @@ def _free_vectors(trainer, ids: torch.Tensor, world: data.World, steps: int) -> 
 def _loss(trainer, step: int, world: data.World, rng: torch.Generator, seen: dict) -> torch.Tensor:
     b, t, h, w = CANVAS
     clips = data.batch(trainer.seed + 5, step, b, t, (8 * h, 8 * w), world)
-    x = model.encode(clips.video, trainer.codec)
-    u = (torch.arange(b) + torch.rand(b, generator=rng)) / b
     shift = torch.tensor([SHIFTS[i % len(SHIFTS)] for i in range(b)])[torch.randperm(b, generator=rng)]
-    sigma = shift * u / (1 + (shift - 1) * u)
-    noise = torch.randn(x.shape, generator=rng)
-    s = sigma.view(-1, 1, 1, 1, 1)
     window = model.CAPTION_TOKENS
-    tokens = trainer.tokenizer(clips.captions, padding="max_length", max_length=window, return_tensors="pt")
-    seen["ids"] = tokens.input_ids
-    with torch.no_grad():
-        text = trainer._text(clips.captions, rng, dropout=0.0)
-    velocity = trainer.transformer((1 - s) * x + s * noise, 1000 * sigma, text, return_dict=False)[0]
-    return (trainer.weight * (velocity - (noise - x)).square()).mean()
+    seen["ids"] = trainer.tokenizer(
+        clips.captions, padding="max_length", max_length=window, return_tensors="pt"
+    ).input_ids
+    return trainer.flow_loss(clips, shift, rng, dropout=0.0)
 
 
 @torch.no_grad()
