@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        return args.func(args) or 0
+        status = args.func(args) or 0
+        sys.stdout.flush()  # here, not at the interpreter's end, is where a reader that went away can be forgiven
+        return status
     except KeyboardInterrupt:
         print("heart: interrupted", file=sys.stderr)
         return 1
