@@ -47,9 +47,12 @@ def tokens(height: int, width: int, num_frames: int, **_: object) -> tuple[int, 
 
 def load(dtype: torch.dtype | None = None) -> WanPipeline:
     """The trained pipeline, on the CPU and in float32 unless told otherwise."""
+    import torch
     from diffusers import WanPipeline
 
-    pipe = WanPipeline.from_pretrained(path(), **({} if dtype is None else {"torch_dtype": dtype}))
+    # The files hold float32; asking for it by the name that old diffusers know makes new ones warn.
+    other = {} if dtype in (None, torch.float32) else {"torch_dtype": dtype}
+    pipe = WanPipeline.from_pretrained(path(), **other)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
