@@ -419,9 +419,10 @@ def _wanted(engine, where, qkv):
 # ---------------------------------------------------------------- dense fall-back
 
 
-def costs(kernel_rate):
-    """Overheads made up so that sparse pays below a density of 1/kernel_rate."""
-    return worth.Overheads(worth.Line(0, 1.0), worth.Line(0, kernel_rate), worth.Line(0, 0.0), worth.Line(0, 0.0))
+def costs(kernel_rate, start=0.0):
+    """Overheads made up so that sparse pays below a density of 1/kernel_rate; a first mask costs `start`."""
+    free = worth.Line(0, 0.0)
+    return worth.Overheads(worth.Line(0, 1.0), worth.Line(0, kernel_rate), free, free, worth.Line(start, 0.0))
 
 
 def test_dense_when_sparse_cannot_pay_and_it_says_why():
@@ -452,6 +453,19 @@ def test_sparse_where_it_pays_and_where_it_is_forced():
     forced = Engine(config(force_sparse=True), 1, H, overheads=costs(100.0))
     run(forced, trajectory(3))
     assert forced.stats()["dense_calls"] == 0
+
+
+def test_a_first_mask_that_the_steps_left_cannot_win_back_is_not_made():
+    steps = list(trajectory(8))
+    dense = costs(1.0).dense_seconds(tuple(steps[0][0].shape))
+    # half of each of the 8 calls is to be won
+    for start, length, sparse in ((3.9, 8, True), (4.1, 8, False), (4.1, None, True), (4.1, 9, True)):
+        engine = Engine(config(force_sparse=False, dense_steps=0), 1, H, overheads=costs(1.0, start * dense))
+        engine.steps = lambda length=length: length
+        run(engine, steps)
+        reasons = engine.stats()["dense_reasons"]
+        assert ("not worth it: the first clustering would not be won back" in reasons) is not sparse
+        assert not sparse or not reasons
 
 
 def test_overheads_are_measured_once_and_kept(tmp_path, monkeypatch):

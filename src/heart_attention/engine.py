@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
 EXPECTED_REFRESH = 0.3  # share of masks predicted anew, as long as a layer has shown nothing of its own
+EXPECTED_DENSITY = 0.5  # what a mask keeps, for the question whether to make a first one
 
 
 @dataclass
@@ -251,8 +252,10 @@ class Engine:
         if state.wait > 0:
             state.wait -= 1
             return None, state.reason
-        if not state.calls and not self._can_pay(call, state):
-            return None, self._postpone(state, call, "not worth it: too few tokens")
+        if not state.calls:
+            reason = self._cannot_pay(call, state)
+            if reason:
+                return None, self._postpone(state, call, reason)
         self._decide(call, state)
         if bool(call.refresh.any()):  # type: ignore[union-attr]
             self._refresh(call, state)
@@ -389,17 +392,23 @@ class Engine:
             return ""
         return self._postpone(state, call, "not worth it: the masks keep too much")
 
-    def _can_pay(self, call: Call, state: LayerState) -> bool:
-        """Whether the sparsest mask could be quicker than dense; asked before anything is predicted."""
+    def _cannot_pay(self, call: Call, state: LayerState) -> str:
+        """Why not even a good mask would be quicker than dense; asked before anything is predicted."""
         if self.config.force_sparse:
-            return True
+            return ""
         try:
             kernel = kernels.choose(None, call.q, self.config.kernel)
         except HeartError:
-            return True  # the verdict after prediction says why
+            return ""  # the verdict after prediction says why
         costs = self.overheads or worth.overheads(call.q, state.backbone, kernel)
+        shape, rate = tuple(call.q.shape), self._refresh_rate(state)
         least = worth.least_density(state.backbone, call.q.shape[2])
-        return costs.pays(tuple(call.q.shape), least, self._refresh_rate(state), state.backbone)
+        if not costs.pays(shape, least, rate, state.backbone):
+            return "not worth it: too few tokens"
+        steps, likely = self.steps(), max(least, EXPECTED_DENSITY)
+        if steps and not costs.start_pays(shape, likely, rate, state.backbone, steps - call.step):
+            return "not worth it: the first clustering would not be won back"
+        return ""
 
     def _costs(self, call: Call, state: LayerState) -> worth.Overheads | None:
         if self.config.force_sparse:

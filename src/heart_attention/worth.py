@@ -24,7 +24,7 @@ from .reuse import features
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "overheads.json"
 
 
@@ -47,6 +47,7 @@ class Overheads:
     kernel: Line
     prediction: Line  # planning included
     drift: Line
+    start: Line  # a generation's first prediction: SVG2 clusters from random tokens then
 
     def sparse_seconds(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any) -> float:
         """Expected time of a sparse call on q of this shape, when `refresh` of its masks are predicted anew."""
@@ -61,6 +62,13 @@ class Overheads:
     def pays(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any) -> bool:
         """Whether a sparse call is expected to be quicker than dense."""
         return self.sparse_seconds(shape, density, refresh, backbone) < self.dense_seconds(shape)
+
+    def start_pays(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any, calls: int) -> bool:
+        """Whether what a first prediction costs more than a later one is won back over the `calls` to come."""
+        work = prediction_work(backbone, shape)
+        extra = self.start(work) - self.prediction(work)
+        gain = self.dense_seconds(shape) - self.sparse_seconds(shape, density, refresh, backbone)
+        return extra <= 0 or calls * gain > extra
 
 
 def prediction_work(backbone: Any, shape: tuple[int, ...]) -> float:
@@ -136,16 +144,14 @@ def _time_at(n: int, device: Any, dtype: torch.dtype, dim: int, backbone: Any, k
     q, k, v = (torch.randn(1, 2, n, dim, generator=generator).to(device, dtype) for _ in range(3))
     backbone = backbone.scaled_to(n)
     state, key, shape = backbone.new_state(), (0, "worth", 0), tuple(q.shape)
-    mask = backbone.predict(q, k, 0.5, state, key=key)  # a first clustering; the ones timed start from it
-    plan = kernel.plan(mask)
+    mask = backbone.predict(q, k, 0.5, state, key=key)  # a first clustering; later ones start from it
+    plan, predicting = kernel.plan(mask), prediction_work(backbone, shape)
     parts = {
         "dense": (_pairs(shape), lambda: F.scaled_dot_product_attention(q, k, v)),
         "kernel": (float(mask.density().mean()) * _pairs(shape), lambda: kernel.run(plan, q, k, v)),
-        "prediction": (
-            prediction_work(backbone, shape),
-            lambda: kernel.plan(backbone.predict(q, k, 0.5, state, key=key)),
-        ),
+        "prediction": (predicting, lambda: kernel.plan(backbone.predict(q, k, 0.5, state, key=key))),
         "drift": (_tokens(shape), lambda: features(q, k, "mean")),
+        "start": (predicting, lambda: kernel.plan(backbone.predict(q, k, 0.5, backbone.new_state(), key=key))),
     }
     times = _best([function for _, function in parts.values()], q.is_cuda)
     return {name: (work, seconds) for (name, (work, _)), seconds in zip(parts.items(), times)}
