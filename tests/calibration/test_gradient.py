@@ -5,24 +5,30 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
 from scipy.stats import spearmanr
 
+from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.calibration import error, gradient, probes
 from heart_attention.calibration.heads import DENSE, Call, Spec
 from heart_attention.calibration.replay import Replay
+from heart_attention.clock import Where
 from heart_attention.errors import HeartError
+from heart_attention.kernels import backward as native
 from heart_attention.kernels.eager import masked_attention
-from heart_attention.masks import Text, tile_order
+from heart_attention.masks import BlockMask, Text, tile_order
 
 BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
 TAUS = (0.5, 0.7, 0.9)
 FAMILIES = {"wan": (wan_transformer, wan_context), "hunyuan": (hunyuan_transformer, hunyuan_context)}
 
 
+@pytest.mark.parametrize("by", [gradient.attention_backward, gradient.torch_attention_backward])
 @pytest.mark.parametrize("case", ["block", "tiles", "tail", "cluster", "cluster text"])
-def test_attention_backward_equals_autograd(case):
+def test_attention_backward_equals_autograd(case, by):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
     text = Text(60, 6, 4) if case in ("tail", "cluster text") else None
@@ -33,11 +39,68 @@ def test_attention_backward_equals_autograd(case):
     w = ((leaves[0] @ leaves[1].mT) / 4).masked_fill(~mask.dense_tokens(), -torch.inf).softmax(-1)
     out = w @ leaves[2]
     grads = [torch.randn_like(out), torch.randn_like(out)]
-    found = gradient.attention_backward(mask, q, k, v, out.detach(), grads)
+    found = by(mask, q, k, v, out.detach(), grads)
     for g, triple in zip(grads, found):
         expected = torch.autograd.grad(out, leaves, g, retain_graph=True)
         for a, b in zip(triple, expected):
             torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+
+
+def test_the_c_code_serves_the_backward_pass_here():
+    if kernels.get("cpu").reasons_not():
+        pytest.skip("no C compiler")
+    q = torch.randn(1, 2, 70, 16)
+    assert native.serves(BACKBONES["xattention"].predict(q, q, 0.5), q)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_both_backward_passes_agree_on_any_shape(data):
+    n, dim, heads = (data.draw(st.integers(1, most)) for most in (90, 40, 3))
+    count, seed = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 1000))
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, heads, n, dim, generator=generator) for _ in range(3))
+    if data.draw(st.booleans()):
+        clusters = data.draw(st.integers(1, n)), data.draw(st.integers(1, n))
+        mask = SVG2(*clusters, init_iters=2).predict(q, k, data.draw(st.floats(0.05, 1)))
+    else:
+        block = data.draw(st.sampled_from([4, 8, 16, 64]))
+        rows = -(-n // block)
+        kept = torch.rand(1, heads, rows, rows, generator=generator) < data.draw(st.floats(0, 1))
+        kept |= torch.eye(rows, dtype=torch.bool)
+        mask = BlockMask(kept, block, n, n)
+    out = kernels.run(kernels.plan("eager", mask), q, k, v)
+    grads = [torch.randn(q.shape, generator=generator) for _ in range(count)]
+    pairs = zip(
+        *(f(mask, q, k, v, out, grads) for f in (gradient.attention_backward, gradient.torch_attention_backward))
+    )
+    for ours, theirs in pairs:
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "gather"])
+@pytest.mark.parametrize("case", ["block", "tail", "cluster"])
+def test_climbing_the_candidates_gives_what_each_gives_alone(case, kernel):
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 2, 70, 16) for _ in range(3))
+    text = [Text(60, 6, 4), Text(60, 7, 3)] if case == "tail" else None
+    backbone = BACKBONES["svg2" if case == "cluster" else "xattention"]
+    call = Call(Spec(backbone, (0.3, 0.3001, 0.7, 0.9, 1.0), kernel=kernel), Where(layer=0, text=text), "0", q, k, v)
+    outs = list(call.climb())
+    assert len(outs) == 5
+    for n, out in enumerate(outs):
+        torch.testing.assert_close(out, call.run([0, 1], n), atol=2e-6, rtol=1e-5)
+
+
+def test_masks_that_are_not_nested_are_computed_whole():
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    call = Call(Spec(BACKBONES["xattention"], (0.3, 0.5, 0.9)), Where(layer=0), "0", q, k, v)
+    (masks, _full), *_ = call.masks
+    masks[0], masks[1] = masks[1], masks[0]
+    for n, out in enumerate(call.climb()):
+        torch.testing.assert_close(out, call.run([0, 1], n), atol=2e-6, rtol=1e-5)
 
 
 def _twin(replay, context, spec, choice):

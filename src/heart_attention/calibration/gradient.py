@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
+from ..kernels import backward as native
 from . import draws
 from . import error as errors
 from .heads import DENSE, Call, Spec
@@ -62,7 +63,15 @@ def rows_of(mask: Any, head: int) -> tuple[list[Tensor], list[Tensor]]:
 def attention_backward(
     mask: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grads: Sequence[Tensor], scale: float | None = None
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(dq, dk, dv) for each cotangent in `grads`, all [1, H, N, D]: softmax is recomputed over the kept keys only.
+    """(dq, dk, dv) for each cotangent in `grads`, all [1, H, N, D]: softmax is recomputed over the kept keys only."""
+    by = native.attention_backward if native.serves(mask, q) else torch_attention_backward
+    return by(mask, q, k, v, out, grads, scale)
+
+
+def torch_attention_backward(
+    mask: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grads: Sequence[Tensor], scale: float | None = None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """`attention_backward` in plain PyTorch: the definition.
 
     All cotangents are taken together, so that each row's probabilities are computed once.
     """
@@ -157,6 +166,7 @@ class _Branch:
     output: Tensor
     streams: list[Stream]
     masks: dict[tuple[int, int], Any]  # (layer, item) -> masks of the candidates
+    outs: dict[tuple[int, int], Tensor]  # (layer, item) -> attention's outputs, in host memory
     products: dict[int, Tensor] = field(default_factory=dict)  # layer -> [G, K, H, cells]
 
 
@@ -165,21 +175,24 @@ def forward(replay: Replay, context: Context, spec: Spec, choice: Choice, keep: 
     made = []
     for branch in context.branches:
         masks: dict[tuple[int, int], Any] = {}
+        outs: dict[tuple[int, int], Tensor] = {}
 
         def serve(
-            where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, masks: dict = masks, name=branch.name
+            where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, masks=masks, outs=outs, name=branch.name
         ) -> Tensor:
-            call = Call(spec, where, name, q, k, v)
-            masks[where.layer, where.item] = call.masks
-            picked = choice[where.layer]
-            return call.mixed(picked, dense(q, k, v) if DENSE in picked else None)
+            call, at, picked = Call(spec, where, name, q, k, v), (where.layer, where.item), choice[where.layer]
+            masks[at] = call.masks
+            out = call.mixed(picked, dense(q, k, v) if DENSE in picked else None)
+            if keep:
+                outs[at] = out.cpu()
+            return out
 
         with torch.no_grad(), replay.tap.serving(serve):
             if keep:
                 output, streams = replay.forward_recorded(branch.inputs)
             else:
                 output, streams = replay.forward(branch.inputs), []
-        made.append(_Branch(branch.name, branch.inputs, output, streams, masks))
+        made.append(_Branch(branch.name, branch.inputs, output, streams, masks, outs))
     return made
 
 
@@ -275,11 +288,10 @@ def _block_backward(
     def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
         picked = choice[where.layer]
         call = Call(spec, where, branch.name, q, k, v, branch.masks[where.layer, where.item])
-        if all(c == DENSE for c in picked):
+        if all(c == DENSE for c in picked) and not all(native.serves(full, q) for _, full in call.masks):
             out = dense(q, k, v)  # the model's own attention has its own backward
         else:
-            with torch.no_grad():
-                out = call.mixed(picked, dense(q, k, v) if DENSE in picked else None)
+            out = branch.outs.pop((where.layer, where.item)).to(q.device)
         leaf = out.detach().requires_grad_()
         cuts.append((call, out, leaf))
         return leaf
@@ -336,38 +348,15 @@ def _contract(branch: _Branch, call: Call, out: Tensor, grads: list[Tensor], cho
     total = torch.zeros(len(grads), count, heads, int(cells.max()) + 1, dtype=torch.float64)
     first = call.representative()
     with torch.no_grad():
-        for k in range(count):
-            fresh = [h for h in range(heads) if first[k][h] == k and choice[h] != k]
-            if not fresh:
-                continue
-            delta = call.run(fresh, k) - out[:, fresh]  # [B, h, N, D]
+        for k, each in enumerate(call.climb()):
+            delta = (each - out).float()  # [B, H, N, D]
             for i, g in enumerate(grads):
-                products = (g[:, fresh].float() * delta.float()).sum(-1).sum(0)  # [h, N]
-                total[i, k, fresh] = cell_sums(products, cells).cpu()
-        _copy_equal(total, call, out, grads, choice, cells, first)
+                total[i, k] = cell_sums((g.float() * delta).sum(-1).sum(0), cells).cpu()
+            for h, current in enumerate(choice):  # a mask that is the present one changes nothing, not even by rounding
+                if first[k][h] == (DENSE if current == DENSE else first[current][h]):
+                    total[:, k, h] = 0
     known = branch.products.get(call.layer)
     branch.products[call.layer] = total if known is None else known + total
-
-
-def _copy_equal(
-    total: Tensor, call: Call, out: Tensor, grads: list[Tensor], choice: Sequence[int], cells: Tensor, first: list
-) -> None:
-    """Candidates whose mask equals another's take its products; all-ones masks are the dense output."""
-    full: dict[int, Tensor] = {}
-    for h, current in enumerate(choice):
-        same_as_now = DENSE if current == DENSE else first[current][h]
-        for k in range(len(first)):
-            leader = first[k][h]
-            if leader == same_as_now:
-                total[:, k, h] = 0
-            elif leader == DENSE:
-                if h not in full:
-                    delta = call.run([h], DENSE) - out[:, [h]]
-                    rows = [(g[:, [h]].float() * delta.float()).sum(-1).sum(0)[0] for g in grads]
-                    full[h] = torch.stack([cell_sums(r, cells).cpu() for r in rows])
-                total[:, k, h] = full[h]
-            elif leader != k:
-                total[:, k, h] = total[:, leader, h]
 
 
 def _collect(

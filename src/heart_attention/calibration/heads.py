@@ -6,7 +6,7 @@ threshold only decides how much of it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,29 @@ class Call:
             outs.append(self._kernel(mask, b, index))
         return torch.cat(outs)
 
+    def climb(self) -> Iterator[Tensor]:
+        """The outputs of all heads with each candidate in turn, [B, H, N, D].
+
+        A higher threshold keeps what a lower one keeps and more. So where the kernel can, only what is new is
+        computed and merged: all candidates together cost little more than the last.
+        """
+        everyone, reached, lse = list(range(self.q.shape[1])), None, None
+        for n in range(len(self.spec.candidates)):
+            parts = [_beyond(masks[n - 1] if n else None, masks[n]) for masks, _ in self.masks]
+            kernel = kernels.choose(parts[0], self.q.detach(), self.spec.kernel)
+            if not hasattr(kernel, "run_part") or any(part is None for part in parts):
+                yield self.run(everyone, n)
+                reached = None
+                continue
+            if n and reached is None:  # the one before was computed without its log-sums
+                parts = [masks[n] for masks, _ in self.masks]
+            made = [kernel.run_part(part, *self._item(b, everyone)) for b, part in enumerate(parts)]
+            out, new = (torch.cat(each) for each in zip(*made))
+            if reached is not None and lse is not None:
+                out, new = _merge(reached, lse, out, new)
+            reached, lse = out, new
+            yield out
+
     def mixed(self, choice: Sequence[int], dense: Tensor | None) -> Tensor:
         """All heads, each with its own candidate; DENSE heads are taken from `dense`, [B, H, N, D]."""
         sparse = [h for h, c in enumerate(choice) if c != DENSE]
@@ -133,10 +156,31 @@ class Call:
         return full
 
     def _kernel(self, mask: Any, b: int, heads: list[int]) -> Tensor:
-        whole = heads == list(range(self.q.shape[1]))
-        q, k, v = (x.detach()[b : b + 1] if whole else x.detach()[b : b + 1, heads] for x in (self.q, self.k, self.v))
+        q, k, v = self._item(b, heads)
         kernel = kernels.choose(mask, q, self.spec.kernel)
         return kernel.run(kernel.plan(mask), q, k, v)
+
+    def _item(self, b: int, heads: list[int]) -> tuple[Tensor, ...]:
+        """q, k and v of some heads of one batch item."""
+        whole = heads == list(range(self.q.shape[1]))
+        return tuple(x.detach()[b : b + 1] if whole else x.detach()[b : b + 1, heads] for x in (self.q, self.k, self.v))
+
+
+def _beyond(lower: Any, mask: Any) -> Any:
+    """What `mask` keeps beyond `lower`, as a mask; None if it does not keep all of `lower`."""
+    if lower is None:
+        return mask
+    name = "blocks" if hasattr(mask, "blocks") else "map"
+    if not hasattr(mask, name):
+        return None
+    now, before = getattr(mask, name), getattr(lower, name)
+    return None if bool((before & ~now).any()) else replace(mask, **{name: now & ~before})
+
+
+def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from the outputs [B, H, N, D] and log-sums [B, H, N] of both."""
+    lse = torch.logaddexp(a_lse, b_lse)
+    return torch.lerp(b, a, (a_lse - lse).exp().unsqueeze(-1).to(a.dtype)), lse
 
 
 def _equal(a: Any, b: Any, head: int) -> bool:

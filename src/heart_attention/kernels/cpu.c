@@ -28,6 +28,7 @@ struct tensor {
 struct heart_attention {
     int64_t batch, heads, dim, n_q, n_k, tail, q_blocks, k_blocks;
     struct tensor q, k, v, out;
+    float *lse;                       /* [B, H, n_q + tail]: log of the sum of each query's weights, or NULL */
     const int64_t *row_ptr;           /* [B, H, q_blocks + 1] */
     const int32_t *cols;              /* [kept] */
     const int32_t *q_starts, *k_starts; /* [blocks + 1], or that for each head */
@@ -233,6 +234,11 @@ INLINE void write_rows(const struct heart_attention *a, int bf16, const struct t
         int64_t offset = head + token_at(perm, a->n_q, t->start + r) * a->out.token;
         const float *from = w->out + r * wide;
         float share = 1.0f / w->sum[r];
+        if (a->lse) { /* a part of a softmax: a query may have no key in it */
+            int64_t at = t->head * (a->n_q + a->tail) + token_at(perm, a->n_q, t->start + r);
+            a->lse[at] = (w->max[r] + log2f(w->sum[r])) * 0.6931471805599453f;
+            if (w->sum[r] == 0) share = 0;
+        }
         if (bf16) {
             uint16_t *to = (uint16_t *)a->out.data + offset;
             for (int64_t d = 0; d < a->dim; d++) to[d] = to_bf16(from[d] * share);

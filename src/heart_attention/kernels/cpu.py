@@ -35,6 +35,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "dim", "n_q", "n_k", "tail", "q_blocks", "k_blocks")),
         *((name, _Tensor) for name in ("q", "k", "v", "out")),
+        ("lse", c_void_p),
         *((name, c_void_p) for name in ("row_ptr", "cols", "q_starts", "k_starts", "q_perm", "k_perm")),
         *((name, c_int64) for name in ("own_starts", "own_perm")),
         ("scale", c_double),
@@ -66,15 +67,29 @@ class Cpu:
 
     def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None):
         """Attention over what the plan keeps, [B, H, N, D]; the inputs may be any views with contiguous rows."""
-        for reason in _reasons_not_tensor(q):
-            raise HeartError(f"kernel 'cpu' cannot serve: {reason}")
-        q, k, v = _rows(q), _rows(k), _rows(v)
-        result = torch.empty_like(q) if out is None else out  # keeps the layout of a transposed view
-        target = _rows(result, copy=False)
-        _call(_arguments(plan, q, k, v, target, scale))
-        if target is not result:
-            result.copy_(target)
-        return result
+        return _run(plan, q, k, v, out, scale, None)
+
+    def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N].
+
+        Parts over disjoint keys add up: weigh their outputs with the softmax of their log-sums.
+        """
+        lse = torch.empty(q.shape[:3], dtype=torch.float32)
+        return _run(make_plan(mask, self.name, part=True), q, k, v, None, None, lse), lse
+
+
+def _run(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: float | None, lse: Tensor | None
+) -> Tensor:
+    for reason in _reasons_not_tensor(q):
+        raise HeartError(f"kernel 'cpu' cannot serve: {reason}")
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    result = torch.empty_like(q) if out is None else out  # keeps the layout of a transposed view
+    target = _rows(result, copy=False)
+    _call(_arguments(plan, q, k, v, target, scale, lse))
+    if target is not result:
+        result.copy_(target)
+    return result
 
 
 def _reasons_not_tensor(q: Tensor) -> list[str]:
@@ -95,13 +110,15 @@ def _rows(x: Tensor, copy: bool = True) -> Tensor:
     return x.contiguous() if copy else torch.empty(x.shape, dtype=x.dtype)
 
 
-def _arguments(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None) -> _Arguments:
+def _arguments(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None
+) -> _Arguments:
     (batch, heads), dim = plan.shape, q.shape[-1]
     own_starts, own_perm = plan.q_starts.ndim == 3, plan.q_perm is not None and plan.q_perm.ndim == 3
     return _Arguments(
         batch, heads, dim, plan.n_q, plan.n_k, plan.tail,
         plan.q_starts.shape[-1] - 1, plan.k_starts.shape[-1] - 1,
-        *(_Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)) for x in (q, k, v, out)),
+        *(_Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)) for x in (q, k, v, out)), _pointer(lse),
         *(_pointer(x) for x in (plan.row_ptr, plan.cols, plan.q_starts, plan.k_starts, plan.q_perm, plan.k_perm)),
         own_starts, own_perm, 1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, threads(),
     )  # fmt: skip

@@ -84,13 +84,16 @@ def _move(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def make_plan(mask: Any, kernel: str = "", extra: dict[str, Any] | None = None) -> Plan:
-    """Plan a BlockMask or ClusterMask; a query row that holds tokens but keeps nothing is an error."""
-    parts = _block_parts(mask) if hasattr(mask, "blocks") else _cluster_parts(mask)
+def make_plan(mask: Any, kernel: str = "", extra: dict[str, Any] | None = None, part: bool = False) -> Plan:
+    """Plan a BlockMask or ClusterMask; a query row that holds tokens but keeps nothing is an error, unless in `part`."""
+    parts, empty = _block_parts(mask) if hasattr(mask, "blocks") else _cluster_parts(mask)
+    if not part:
+        _refuse_empty(empty)
     return Plan(**parts, kernel=kernel, extra=extra or {})
 
 
-def _block_parts(mask: Any) -> dict[str, Any]:
+def _block_parts(mask: Any) -> tuple[dict[str, Any], Tensor]:
+    """Fields of a plan, and which rows are empty, bool [B, H, Mq]."""
     blocks = mask.blocks  # bool [B, H, Mq, Mk]
     starts = {side: _even_starts(n, mask.block, blocks.device) for side, n in (("q", mask.n_q), ("k", mask.n_k))}
     expected = (len(starts["q"]) - 1, len(starts["k"]) - 1)
@@ -103,24 +106,24 @@ def _block_parts(mask: Any) -> dict[str, Any]:
     if order is not None:
         _check_order(order, mask.n_q, mask.n_k)
     lists = _kept_lists(blocks)
-    _refuse_empty(lists["counts"] == 0)
-    return dict(
+    made = dict(
         kind="block", **lists, q_starts=starts["q"], k_starts=starts["k"], q_perm=order, k_perm=order,
         n_q=mask.n_q, n_k=mask.n_k, tail=mask.tail,
     )  # fmt: skip
+    return made, lists["counts"] == 0
 
 
-def _cluster_parts(mask: Any) -> dict[str, Any]:
+def _cluster_parts(mask: Any) -> tuple[dict[str, Any], Tensor]:
     kept = mask.map  # bool [B, H, Cq, Ck]
     q_perm, q_starts = _sort_labels(mask.q_labels, kept.shape[2], "query")
     k_perm, k_starts = _sort_labels(mask.k_labels, kept.shape[3], "key")
     q_full, k_full = q_starts.diff(dim=-1) > 0, k_starts.diff(dim=-1) > 0  # [B, H, C]: holds tokens
     lists = _kept_lists(kept & q_full[..., :, None] & k_full[..., None, :])
-    _refuse_empty((lists["counts"] == 0) & q_full)
-    return dict(
+    made = dict(
         kind="cluster", **lists, q_starts=q_starts, k_starts=k_starts, q_perm=q_perm, k_perm=k_perm,
         n_q=q_perm.shape[-1], n_k=k_perm.shape[-1], tail=0,
     )  # fmt: skip
+    return made, (lists["counts"] == 0) & q_full
 
 
 def _even_starts(n: int, block: int, device: torch.device) -> Tensor:
