@@ -206,24 +206,54 @@ INLINE void panel_tile(int vectors, const struct heart_attention *a, struct pack
     }
 }
 
-static void run_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t) {
-    int64_t panel = 0;
+/* Asks the second cache for a share of the next tile's keys and values: kept blocks lie anywhere in memory. */
+static void prefetch_share(const struct heart_attention *a, struct packed kv, const struct tile *next, int64_t part,
+                           int64_t parts) {
+    for (int64_t i = part * next->n / parts; i < (part + 1) * next->n / parts; i++)
+        for (int64_t d = 0; d < a->dim; d += 16) {
+            __builtin_prefetch(kv.keys + next->key[i] + d, 0, 2);
+            __builtin_prefetch(kv.values + next->value[i] + d * TILE, 0, 2);
+        }
+}
+
+static void run_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t,
+                     const struct tile *next) {
+    int64_t panel = 0, panels = (rows + 2 * VL - 1) / (2 * VL);
+    if (!t->n) return;
     for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
         t->key[t->n + i] = t->key[i % t->n];
         t->value[t->n + i] = t->value[i % t->n] + TILE * 2 * VL;
     }
-    for (; rows > VL; panel++, rows -= 2 * VL) panel_tile(2, a, kv, w, panel, least(rows, 2 * VL), t);
-    if (rows > 0) panel_tile(1, a, kv, w, panel, rows, t);
+    for (; rows > VL; panel++, rows -= 2 * VL) {
+        prefetch_share(a, kv, next, panel, panels);
+        panel_tile(2, a, kv, w, panel, least(rows, 2 * VL), t);
+    }
+    if (rows > 0) {
+        prefetch_share(a, kv, next, panel, panels);
+        panel_tile(1, a, kv, w, panel, rows, t);
+    }
     t->n = 0;
 }
 
-/* Adds the keys at sorted positions [from, to), running the tile whenever it is full. */
-static void add_keys(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t,
+/* Two tiles take turns: one is filled with the keys to come, then the one before is run. */
+struct tiles {
+    struct tile of[2];
+    int filling;
+};
+
+static void turn(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tiles *t) {
+    t->filling = !t->filling;
+    run_tile(a, kv, w, rows, t->of + t->filling, t->of + !t->filling);
+}
+
+/* Adds the keys at sorted positions [from, to). */
+static void add_keys(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tiles *t,
                      int64_t from, int64_t to) {
     for (; from < to; from++) {
-        t->key[t->n] = (int32_t)(from * kv.key_stride);
-        t->value[t->n++] = (int32_t)value_at(from, padded(a->dim));
-        if (t->n == TILE) run_tile(a, kv, w, rows, t);
+        struct tile *filling = t->of + t->filling;
+        filling->key[filling->n] = (int32_t)(from * kv.key_stride);
+        filling->value[filling->n++] = (int32_t)value_at(from, padded(a->dim));
+        if (filling->n == TILE) turn(a, kv, w, rows, t);
     }
 }
 
@@ -250,20 +280,21 @@ INLINE void write_rows(const struct heart_attention *a, int bf16, const struct t
 }
 
 static void run_task(const struct heart_attention *a, const struct task *t, struct packed kv, struct work *w) {
-    struct tile tile = {.n = 0};
+    struct tiles tiles = {.filling = 0};
     if (a->bf16) pack_queries(a, 1, t, w->queries);
     else pack_queries(a, 0, t, w->queries);
     memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4);
     for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = 0;
     if (t->block < 0) {
-        add_keys(a, kv, w, t->rows, &tile, a->n_k, a->n_k + a->tail);
+        add_keys(a, kv, w, t->rows, &tiles, a->n_k, a->n_k + a->tail);
     } else {
         const int64_t *row = a->row_ptr + t->head * (a->q_blocks + 1) + t->block;
         const int32_t *starts = of_head(a->k_starts, a->own_starts, t->head, a->k_blocks + 1);
         for (int64_t i = row[0]; i < row[1]; i++)
-            add_keys(a, kv, w, t->rows, &tile, starts[a->cols[i]], starts[a->cols[i] + 1]);
+            add_keys(a, kv, w, t->rows, &tiles, starts[a->cols[i]], starts[a->cols[i] + 1]);
     }
-    if (tile.n) run_tile(a, kv, w, t->rows, &tile);
+    turn(a, kv, w, t->rows, &tiles);
+    turn(a, kv, w, t->rows, &tiles);
     if (a->bf16) write_rows(a, 1, t, w);
     else write_rows(a, 0, t, w);
 }
