@@ -46,6 +46,15 @@ def test_threads_change_nothing():
     assert torch.equal(one[1].labels, two[1].labels) and torch.equal(one[1].centroids, two[1].centroids)
 
 
+@compiled
+@pytest.mark.parametrize("n, d, count", [(1, 1, 1), (300, 24, 40), (1000, 33, 7), (50, 16, 200)])
+def test_sums_of_clusters_are_pytorchs_to_the_bit(n, d, count):
+    g = torch.Generator().manual_seed(n)
+    x, labels = torch.randn(n, 2, d, generator=g)[:, 0], torch.randint(count, (n,), generator=g)
+    for ours, theirs in zip(native.cluster_sums(x, labels, count), kmeans.torch_sums(x, labels, count)):
+        assert torch.equal(ours, theirs)
+
+
 def test_what_it_serves(monkeypatch):
     q, _ = inputs(2)
     assert native.serves(q) == native.serves(q.bfloat16())

@@ -184,7 +184,7 @@ def test_assignment(n, c, d, seed):
     x, centroids = x[:, :, :n], centroids[:, :, :c]
     got = triton_predict.kmeans_assign(x, centroids)
     for h in range(2):
-        assert torch.equal(got[0, h].long(), kmeans.assign(x[0, h], centroids[0, h]))
+        assert torch.equal(got[0, h].long(), kmeans.torch_assign(x[0, h], centroids[0, h]))
 
 
 def test_assignment_of_half_precision_tokens():

@@ -28,13 +28,11 @@ class Clusters(NamedTuple):
     iterations: int
 
 
-def assign(x: Tensor, centroids: Tensor) -> Tensor:
-    """The nearest centroid of each token, ties to the lowest index: x [N, D], [C, D] -> int64 [N]."""
-    return native.nearest(x, centroids) if native.serves(x, centroids) else torch_assign(x, centroids)
-
-
 def torch_assign(x: Tensor, centroids: Tensor) -> Tensor:
-    """`assign` in plain PyTorch: the definition. ‖x‖² is the same for all centroids and left out."""
+    """The nearest centroid of each token, ties to the lowest index: x [N, D], [C, D] -> int64 [N].
+
+    In plain PyTorch: the definition. ‖x‖² is the same for all centroids and left out.
+    """
     norms = centroids.square().sum(-1)  # [C]
     labels = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     step = max(1, CHUNK_FLOATS // centroids.shape[0])
@@ -44,21 +42,28 @@ def torch_assign(x: Tensor, centroids: Tensor) -> Tensor:
     return labels
 
 
-def means(x: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cluster means and sizes; an empty cluster keeps its centroid."""
-    sizes = torch.bincount(labels, minlength=centroids.shape[0])  # [C]
-    sums = torch.zeros_like(centroids).index_add_(0, labels, x)
+def torch_sums(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sums [C, D] and sizes int64 [C] of the tokens with each label, in plain PyTorch: the definition."""
+    sums = torch.zeros(count, x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, labels, x)
+    return sums, torch.bincount(labels, minlength=count)
+
+
+def means(sums: Tensor, sizes: Tensor, centroids: Tensor) -> Tensor:
+    """Cluster means [C, D]; an empty cluster keeps its centroid."""
     found = sums / sizes.clamp(min=1).unsqueeze(-1)
-    return torch.where(sizes.unsqueeze(-1) > 0, found, centroids), sizes
+    return torch.where(sizes.unsqueeze(-1) > 0, found, centroids)
 
 
 def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
     """k-means of x [N, D] from centroids [C, D], at most `iters` iterations, in fp32."""
     x, centroids = x.float(), init.float()
+    in_c = native.serves(x, centroids)
+    nearest, sums_of = (native.nearest, native.cluster_sums) if in_c else (torch_assign, torch_sums)
     iterations, shift = 0, math.inf
     while iterations < iters and not shift < TOLERANCE:
-        labels = assign(x, centroids)
-        moved, sizes = means(x, labels, centroids)
+        labels = nearest(x, centroids)
+        sums, sizes = sums_of(x, labels, len(centroids))
+        moved = means(sums, sizes, centroids)
         shift = float((moved - centroids).norm(dim=-1).amax())
         centroids = moved
         iterations += 1

@@ -92,13 +92,16 @@ class Call:
 
     def representative(self) -> list[list[int]]:
         """[K][H]: the first candidate with the same mask, or DENSE where nothing is left out."""
-        count, heads = len(self.spec.candidates), self.q.shape[1]
-        return [[self._first(k, h) for h in range(heads)] for k in range(count)]
+        count, heads = len(self.spec.candidates), range(self.q.shape[1])
+        kept = [[_kept(mask) for mask in (*masks, full)] for masks, full in self.masks]  # [B][K + 1], each [H, ...]
 
-    def _first(self, k: int, h: int) -> int:
-        if all(_equal(masks[k], full, h) for masks, full in self.masks):
-            return DENSE
-        return next(j for j in range(k + 1) if all(_equal(masks[j], masks[k], h) for masks, _ in self.masks))
+        def same(h: int, j: int, k: int) -> bool:
+            return all(torch.equal(each[j][h], each[k][h]) for each in kept)
+
+        def first(h: int, k: int) -> int:
+            return DENSE if same(h, k, count) else next(j for j in range(k + 1) if same(h, j, k))
+
+        return [[first(h, k) for h in heads] for k in range(count)]
 
     def run(self, heads: Sequence[int], candidate: int) -> Tensor:
         """The outputs of some heads with one candidate (DENSE: everything kept, by the same kernel), [B, h, N, D]."""
@@ -183,10 +186,11 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
     return torch.lerp(b, a, (a_lse - lse).exp().unsqueeze(-1).to(a.dtype)), lse
 
 
-def _equal(a: Any, b: Any, head: int) -> bool:
-    """Whether two masks of one prediction keep the same token pairs of a head."""
-    name = "blocks" if hasattr(a, "blocks") else "map"
-    x, y = getattr(a, name)[:, head], getattr(b, name)[:, head]
-    if torch.equal(x, y):
-        return True
-    return name == "map" and bool((a.density()[:, head] == b.density()[:, head]).all()) and bool((x & ~y).sum() == 0)
+def _kept(mask: Any) -> Tensor:
+    """What a mask of one item keeps, bool [H, rows, columns]; clusters without tokens keep nothing."""
+    if hasattr(mask, "blocks"):
+        return mask.blocks[0]
+    if not hasattr(mask, "map"):
+        return mask.dense_tokens()[0]
+    q_sizes, k_sizes = count_labels(mask.q_labels, mask.map.shape[2]), count_labels(mask.k_labels, mask.map.shape[3])
+    return mask.map[0] & (q_sizes[0] > 0)[..., :, None] & (k_sizes[0] > 0)[..., None, :]

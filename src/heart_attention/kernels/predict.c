@@ -302,6 +302,22 @@ int heart_nearest(const float *x, int64_t n, int64_t width, int64_t stride, cons
     return failed;
 }
 
+/* Sums [count][width] and sizes [count] of the tokens of each label, added up in their order as PyTorch does. */
+int heart_cluster_sums(const float *x, int64_t n, int64_t width, int64_t stride, const int64_t *labels, int64_t count,
+                       float *sums, int64_t *sizes) {
+    memset(sums, 0, (size_t)(count * width) * 4);
+    memset(sizes, 0, (size_t)count * 8);
+    for (int64_t t = 0; t < n; t++) {
+        const float *one = x + t * stride;
+        float *to = sums + labels[t] * width;
+        int64_t d = 0;
+        for (; d + VL <= width; d += VL) store(to + d, load(to + d) + load(one + d));
+        for (; d < width; d++) to[d] += one[d];
+        sizes[labels[t]]++;
+    }
+    return 0;
+}
+
 /* ---- token means --------------------------------------------------------------------------------------- */
 
 #define SUM_TOKENS 256 /* tokens added up in fp32 before they join the total in fp64 */

@@ -18,6 +18,7 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "heart_block_scores": [_LONG, *[_POINTER] * 3, _INT, *[_LONG] * 5, _POINTER, *[_LONG] * 4, _INT],
     "heart_token_means": [_LONG, _POINTER, _INT, *[_LONG] * 3, _POINTER, _INT],
+    "heart_cluster_sums": [_POINTER, *[_LONG] * 3, _POINTER, _LONG, _POINTER, _POINTER],
     "heart_nearest": [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _LONG, _POINTER, _INT],
 }
 
@@ -78,6 +79,14 @@ def nearest(x: Tensor, centroids: Tensor) -> Tensor:
     )  # fmt: skip
     _check(_library().heart_nearest(*arguments))  # type: ignore[union-attr]
     return labels
+
+
+def cluster_sums(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sums [C, D] and sizes int64 [C] of the tokens with each label: fp32 [N, D], int64 [N]."""
+    sums, sizes = torch.empty(count, x.shape[1]), torch.empty(count, dtype=torch.int64)
+    arguments = (x.data_ptr(), *x.shape, x.stride(0), labels.data_ptr(), count, sums.data_ptr(), sizes.data_ptr())
+    _check(_library().heart_cluster_sums(*arguments))  # type: ignore[union-attr]
+    return sums, sizes
 
 
 def token_means(x: Tensor) -> Tensor:
