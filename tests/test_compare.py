@@ -77,6 +77,17 @@ def row(method, prompt, attention, psnr=None):
             "density": 0.5, "refresh_rate": 1.0, "psnr": psnr, "parts_s": {"attention": attention}}  # fmt: skip
 
 
+def test_differences_are_taken_prompt_by_prompt():
+    rows = [
+        {"method": m, "prompt": p, "seed": 0, "psnr": v}
+        for m, values in {"a": (30.0, 20.0, None), "b": (29.0, 18.0, 5.0)}.items()
+        for p, v in zip("xyz", values)
+    ]
+    mean, half = compare.difference({"rows": rows}, "a", "b")
+    assert mean == pytest.approx(1.5) and half == pytest.approx(12.706 * 0.5, rel=1e-3)  # t of one degree of freedom
+    assert compare.difference({"rows": rows}, "b", "a")[0] == pytest.approx(-1.5)
+
+
 def test_speedup_is_paired_and_geometric():
     rows = [row("dense", "a", 4.0), row("dense", "b", 9.0), row("m", "a", 2.0, 30.0), row("m", "b", 3.0, 32.0)]
     entry = compare.summarise({"rows": rows, "conventions": {"psnr": ""}})[1]
