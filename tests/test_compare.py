@@ -96,6 +96,16 @@ def test_speedup_is_paired_and_geometric():
     assert low < entry["attention_speedup"] < high and entry["psnr"] == 31.0
 
 
+def test_what_reuse_took_off_is_said_in_a_line():
+    parts = {"xattention": {"prediction": 3.0, "planning": 1.0}, "xattention+tmr": {"prediction": 0.9, "planning": 0.1}}
+    rows = [row("dense", "a", 9.0)]
+    rows += [{**row(m, "a", 5.0 if "+" in m else 6.0, 30.0), "parts_s": p} for m, p in parts.items()]
+    results = {"rows": rows, "conventions": {"psnr": ""}}
+    expected = "xattention+tmr against xattention: prediction and planning -75%, attention 1.20×, PSNR +0.00 dB"
+    assert compare.reuse_lines(results) == [expected]
+    assert compare.reuse_lines({**results, "rows": rows[:2]}) == []
+
+
 @pytest.mark.parametrize("content, sentence", [("{}", "schema"), ("[1", "not valid JSON")])
 def test_a_bad_results_file_is_refused(tmp_path, content, sentence):
     (tmp_path / "results.json").write_text(content)

@@ -367,6 +367,25 @@ def text_table(summary: Sequence[dict]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
+def reuse_lines(results: dict) -> list[str]:
+    """For each backbone that also ran with mask reuse: what that took off, one line each."""
+    rows, lines = {e["method"]: e for e in summarise(results)}, []
+    for name, entry in rows.items():
+        backbone, _, part = name.partition("+")
+        if part not in ("tmr", "heart") or backbone not in rows:
+            continue
+        base = rows[backbone]
+        before, after = (sum(e["parts_s"].get(k, 0.0) for k in ("prediction", "planning")) for e in (base, entry))
+        if not before or not entry.get("attention_s"):
+            continue
+        gain, half = difference(results, name, backbone)
+        lines.append(
+            f"{name} against {backbone}: prediction and planning {after / before - 1:+.0%}, attention "
+            f"{base['attention_s'] / entry['attention_s']:.2f}×, PSNR {gain:+.2f}{f' ± {half:.2f}' if half else ''} dB"
+        )
+    return lines
+
+
 def overhead_line(results: dict) -> str:
     """What a comparison cost on top of its generations, in one line."""
     share = results["provenance"].get("overhead")

@@ -10,6 +10,7 @@ from .compare import Method
 from .errors import HeartError
 
 DEFAULT = ("dense", "xattention", "xattention+heart", "svg2", "svg2+heart")
+FULL = ("dense", "xattention", "xattention+tmr", "xattention+heart", "svg2", "svg2+tmr", "svg2+heart")
 # What a suffix switches on: (temporal mask reuse, calibrated thresholds).
 PARTS = {"": (False, False), "tmr": (True, False), "ebc": (False, True), "heart": (True, True)}
 

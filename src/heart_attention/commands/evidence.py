@@ -141,7 +141,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary, indent=1))
         return 0
-    print(f"{compare.text_table(summary)}\n\n{compare.overhead_line(results)}")
+    print(compare.text_table(summary), "", *compare.reuse_lines(results), compare.overhead_line(results), sep="\n")
     return 0
 
 

@@ -33,8 +33,8 @@ class _Arguments(ctypes.Structure):
 
 
 def serves(mask: Any, q: Tensor) -> bool:
-    """Whether the C code can take this call; a tail of unused text slots is left to PyTorch."""
-    if q.device.type != "cpu" or getattr(mask, "tail", 0):
+    """Whether the C code can take this call; fp64 and a tail of unused text slots are left to PyTorch."""
+    if q.device.type != "cpu" or q.dtype == torch.float64 or getattr(mask, "tail", 0):
         return False
     try:
         return build.load() is not None
