@@ -192,12 +192,13 @@ def _objectives(text: str) -> dict[str, str]:
 
 def run_study(args: argparse.Namespace) -> int:
     """One study or all, each with the random-weight control where there is one."""
+    from .. import pipelines
     from ..config import preset
     from ..studies import runner
 
     _check_docs(args)
     prompts = _prompts(args, "demo", 2)
-    pipe, call = _setup(args, steps=25)
+    pipe, call = _setup(args, steps=12 if args.model in pipelines.TINY else 25)
     control = _control(args, pipe)
     backbone = preset("xattention", pipe).backbone
     wanted = list(STUDIES) if args.which == "all" else [args.which]
