@@ -468,6 +468,15 @@ def test_a_first_mask_that_the_steps_left_cannot_win_back_is_not_made():
         assert not sparse or not reasons
 
 
+def test_a_first_clustering_timed_at_a_busy_moment_is_bounded_by_its_iterations():
+    line, shape = worth.Line, (1, 4, 4096, 32)
+    svg2 = SVG2(38, 125, init_iters=50, step_iters=2)
+    work = worth.prediction_work(svg2, shape)
+    busy = worth.Overheads(line(0, 1e-11), line(0, 1e-11), line(0, 1e-4 / work), line(0, 0), line(9.0, 0))
+    assert busy.start_pays(shape, 0.5, 0.3, svg2, calls=20)  # 25 times 0.1 ms, not 9 s
+    assert not busy.start_pays(shape, 0.5, 0.3, XAttention(), calls=20)
+
+
 def test_overheads_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HEART_CACHE", str(tmp_path))
     monkeypatch.setattr(worth, "_KNOWN", {})

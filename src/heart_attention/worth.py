@@ -64,9 +64,16 @@ class Overheads:
         return self.sparse_seconds(shape, density, refresh, backbone) < self.dense_seconds(shape)
 
     def start_pays(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any, calls: int) -> bool:
-        """Whether what a first prediction costs more than a later one is won back over the `calls` to come."""
+        """Whether what a first prediction costs more than a later one is won back over the `calls` to come.
+
+        Iterations cost alike, so their number bounds the first clustering too: a time taken at a busy moment must
+        not keep masks away for good.
+        """
         work = prediction_work(backbone, shape)
-        extra = self.start(work) - self.prediction(work)
+        first, later = self.start(work), self.prediction(work)
+        if hasattr(backbone, "init_iters"):
+            first = min(first, later * backbone.init_iters / backbone.step_iters)
+        extra = first - later
         gain = self.dense_seconds(shape) - self.sparse_seconds(shape, density, refresh, backbone)
         return extra <= 0 or calls * gain > extra
 
