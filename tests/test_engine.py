@@ -477,6 +477,14 @@ def test_a_first_clustering_timed_at_a_busy_moment_is_bounded_by_its_iterations(
     assert not busy.start_pays(shape, 0.5, 0.3, XAttention(), calls=20)
 
 
+def test_svg2_is_measured_with_its_usual_share_of_clusters(monkeypatch):
+    seen = set()
+    original = SVG2.predict
+    monkeypatch.setattr(SVG2, "predict", lambda self, *a, **kw: seen.add(self.q_clusters) or original(self, *a, **kw))
+    worth.measure("cpu", torch.float32, 16, SVG2().scaled_to(4096), kernels.get("gather"))
+    assert seen == {SVG2().scaled_to(n).q_clusters for n in (512, 2048)}
+
+
 def test_overheads_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HEART_CACHE", str(tmp_path))
     monkeypatch.setattr(worth, "_KNOWN", {})
