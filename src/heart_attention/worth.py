@@ -67,7 +67,7 @@ class Overheads:
         """Whether what a first prediction costs more than a later one is won back over the `calls` to come.
 
         Iterations cost alike, so their number bounds the first clustering too: a time taken at a busy moment must
-        not keep masks away for good.
+        not keep masks away for good. Less than twice a later prediction is no start worth weighing, but noise.
         """
         work = prediction_work(backbone, shape)
         first, later = self.start(work), self.prediction(work)
@@ -75,7 +75,7 @@ class Overheads:
             first = min(first, later * backbone.init_iters / backbone.step_iters)
         extra = first - later
         gain = self.dense_seconds(shape) - self.sparse_seconds(shape, density, refresh, backbone)
-        return extra <= 0 or calls * gain > extra
+        return extra <= later or calls * gain > extra
 
 
 def prediction_work(backbone: Any, shape: tuple[int, ...]) -> float:
