@@ -238,20 +238,17 @@ def videos(pipe: Any, args: argparse.Namespace, rows: dict[str, Any]) -> dict[st
     prompts = tiny.prompts("heldout")[: args.held_out]
     dense = methods.build("dense", pipe, "tiny")
     out = args.work / f"video-{args.size}-{args.backbone}"
-    results = compare.run(pipe, [dense, *chosen], prompts, [1000], setting, out, warm=False)
-    by: dict[str, list[dict]] = {}
-    for row in results["rows"]:
-        by.setdefault(row["method"], []).append(row)
-    shared = np.array([r["psnr"] for r in by["shared"]])
+    seeds = list(range(1000, 1000 + args.seeds))
+    results = compare.run(pipe, [dense, *chosen], prompts, seeds, setting, out, warm=False)
     found = {}
-    for name, group in by.items():
-        if name != "dense":
-            values = np.array([r["psnr"] for r in group])
-            found[name.replace("_", " ")] = {
-                "psnr": compare.interval(values),
-                "gain_db": compare.interval(values - shared),
-                "density": float(np.mean([r["density"] for r in group])),
-            }
+    for method in chosen:
+        rows_of = [r for r in results["rows"] if r["method"] == method.name]
+        found[method.name.replace("_", " ")] = {
+            "psnr": compare.interval([r["psnr"] for r in rows_of]),
+            "gain_db": compare.difference(results, method.name, "shared"),
+            "below_joint_db": compare.difference(results, chosen[-1].name, method.name),
+            "density": float(np.mean([r["density"] for r in rows_of])),
+        }
     return found
 
 
@@ -298,6 +295,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--held-out", type=int, default=8)
     parser.add_argument("--contexts", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=1, help="videos of every held-out prompt")
     parser.add_argument("--same", type=int, default=4, help="contexts on which the estimate meets exact probes")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--repeats", type=int, default=3)

@@ -38,21 +38,23 @@ struct heart_attention {
     int64_t bf16, threads;
 };
 
-struct task {
-    int64_t head;        /* batch item * heads + head */
-    int64_t block;       /* query block, or -1 for the unused tail */
-    int64_t start, rows; /* sorted positions of its queries */
-    int64_t cost;
-};
-
 /* A head's keys [n][dim] and values [n / TILE][panel][TILE][2 VL] in sorted order. */
 struct packed {
     float *keys, *values;
     int64_t key_stride;
 };
 
-/* Where the keys and values of a tile begin in the packed arrays. */
+struct task {
+    int64_t head;        /* batch item * heads + head */
+    int64_t block;       /* query block, or -1 for the unused tail */
+    int64_t start, rows; /* sorted positions of its queries */
+    int64_t cost;
+    struct packed kv; /* of its head */
+};
+
+/* Where the keys and values of a tile begin in the packed arrays of its head. */
 struct tile {
+    struct packed kv;
     int64_t n;
     int32_t key[TILE + AHEAD], value[TILE + AHEAD];
 };
@@ -188,16 +190,16 @@ INLINE void exponentials(int vectors, float *scores, int64_t n, float c, vec *to
 }
 
 /* One panel of queries, one or two vectors of them in use, against one tile of keys. */
-INLINE void panel_tile(int vectors, const struct heart_attention *a, struct packed kv, struct work *w, int64_t panel,
-                       int64_t lanes, const struct tile *t) {
+INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
+                       const struct tile *t) {
     float factors[2 * VL];
     int64_t first = panel * 2 * VL, wide = padded(a->dim);
     float c = (float)(fabs(a->scale) * 1.4426950408889634);
     vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
-    scores_tile(vectors, w->queries + first * a->dim, kv.keys, t->key, t->n, a->dim, w->scores, top);
+    scores_tile(vectors, w->queries + first * a->dim, t->kv.keys, t->key, t->n, a->dim, w->scores, top);
     exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, factors);
     for (int64_t d = 0; d < a->dim; d += 2 * VL) {
-        const float *values = kv.values + d * TILE;
+        const float *values = t->kv.values + d * TILE;
         float *out = w->out + first * wide + d;
         if (a->dim - d > VL)
             values_tile(vectors, 2, w->scores, values, t->value, t->n, lanes, out, wide, factors);
@@ -207,17 +209,33 @@ INLINE void panel_tile(int vectors, const struct heart_attention *a, struct pack
 }
 
 /* Asks the second cache for a share of the next tile's keys and values: kept blocks lie anywhere in memory. */
-static void prefetch_share(const struct heart_attention *a, struct packed kv, const struct tile *next, int64_t part,
-                           int64_t parts) {
+static void prefetch_share(const struct heart_attention *a, const struct tile *next, int64_t part, int64_t parts) {
     for (int64_t i = part * next->n / parts; i < (part + 1) * next->n / parts; i++)
         for (int64_t d = 0; d < a->dim; d += 16) {
-            __builtin_prefetch(kv.keys + next->key[i] + d, 0, 2);
-            __builtin_prefetch(kv.values + next->value[i] + d * TILE, 0, 2);
+            __builtin_prefetch(next->kv.keys + next->key[i] + d, 0, 2);
+            __builtin_prefetch(next->kv.values + next->value[i] + d * TILE, 0, 2);
         }
 }
 
-static void run_tile(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tile *t,
-                     const struct tile *next) {
+/* Asks for a share of the rows that a task will write and of the queries that the one after it reads. */
+static void prefetch_ends(const struct heart_attention *a, const struct task *ends, const struct task *soon,
+                          int64_t part, int64_t parts) {
+    const int32_t *perm = of_head(a->q_perm, a->own_perm, ends->head, a->n_q);
+    int64_t out = head_at(a, &a->out, ends->head), size = a->bf16 ? 2 : 4;
+    for (int64_t r = part * ends->rows / parts; r < (part + 1) * ends->rows / parts; r++) {
+        const char *row = (char *)a->out.data + (out + token_at(perm, a->n_q, ends->start + r) * a->out.token) * size;
+        for (int64_t i = 0; i < a->dim * size; i += 64) __builtin_prefetch(row + i, 1, 2);
+    }
+    if (!soon) return;
+    perm = of_head(a->q_perm, a->own_perm, soon->head, a->n_q);
+    int64_t q = head_at(a, &a->q, soon->head);
+    for (int64_t r = part * soon->rows / parts; r < (part + 1) * soon->rows / parts; r++)
+        prefetch_row(&a->q, a->bf16, q + token_at(perm, a->n_q, soon->start + r) * a->q.token, a->dim);
+}
+
+/* Runs a tile; `ends` is its task if this is the last one. */
+static void run_tile(const struct heart_attention *a, struct work *w, int64_t rows, struct tile *t,
+                     const struct tile *next, const struct task *ends, const struct task *soon) {
     int64_t panel = 0, panels = (rows + 2 * VL - 1) / (2 * VL);
     if (!t->n) return;
     for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
@@ -225,36 +243,57 @@ static void run_tile(const struct heart_attention *a, struct packed kv, struct w
         t->value[t->n + i] = t->value[i % t->n] + TILE * 2 * VL;
     }
     for (; rows > VL; panel++, rows -= 2 * VL) {
-        prefetch_share(a, kv, next, panel, panels);
-        panel_tile(2, a, kv, w, panel, least(rows, 2 * VL), t);
+        prefetch_share(a, next, panel, panels);
+        if (ends) prefetch_ends(a, ends, soon, panel, panels);
+        panel_tile(2, a, w, panel, least(rows, 2 * VL), t);
     }
     if (rows > 0) {
-        prefetch_share(a, kv, next, panel, panels);
-        panel_tile(1, a, kv, w, panel, rows, t);
+        prefetch_share(a, next, panel, panels);
+        panel_tile(1, a, w, panel, rows, t);
     }
     t->n = 0;
 }
 
-/* Two tiles take turns: one is filled with the keys to come, then the one before is run. */
-struct tiles {
-    struct tile of[2];
-    int filling;
+/* Walks through the keys that a task keeps, a tile ahead of the one that is run. */
+struct walk {
+    const struct task *task;
+    int64_t kept, kept_end; /* entries of cols that are left */
+    int64_t from, to;       /* sorted positions that are left of the present block */
+    struct tile tiles[2];
+    int now;
 };
 
-static void turn(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tiles *t) {
-    t->filling = !t->filling;
-    run_tile(a, kv, w, rows, t->of + t->filling, t->of + !t->filling);
+/* Fills the tile after the present one with the keys that come next; it stays empty after the last one. */
+static struct tile *fill(const struct heart_attention *a, struct walk *k) {
+    struct tile *to = k->tiles + !k->now;
+    const int32_t *starts = of_head(a->k_starts, a->own_starts, k->task->head, a->k_blocks + 1);
+    int64_t wide = padded(a->dim);
+    to->kv = k->task->kv;
+    for (to->n = 0; to->n < TILE;) {
+        if (k->from == k->to) {
+            if (k->kept == k->kept_end) break;
+            int32_t block = a->cols[k->kept++];
+            k->from = starts[block], k->to = starts[block + 1];
+        }
+        for (; k->from < k->to && to->n < TILE; k->from++, to->n++) {
+            to->key[to->n] = (int32_t)(k->from * to->kv.key_stride);
+            to->value[to->n] = (int32_t)value_at(k->from, wide);
+        }
+    }
+    return to;
 }
 
-/* Adds the keys at sorted positions [from, to). */
-static void add_keys(const struct heart_attention *a, struct packed kv, struct work *w, int64_t rows, struct tiles *t,
-                     int64_t from, int64_t to) {
-    for (; from < to; from++) {
-        struct tile *filling = t->of + t->filling;
-        filling->key[filling->n] = (int32_t)(from * kv.key_stride);
-        filling->value[filling->n++] = (int32_t)value_at(from, padded(a->dim));
-        if (filling->n == TILE) turn(a, kv, w, rows, t);
+/* Turns to another task and fills its first tile. */
+static void begin(const struct heart_attention *a, struct walk *k, const struct task *task) {
+    k->task = task;
+    k->kept = k->kept_end = k->from = k->to = 0;
+    if (task->block < 0) {
+        k->from = a->n_k, k->to = a->n_k + a->tail;
+    } else {
+        const int64_t *row = a->row_ptr + task->head * (a->q_blocks + 1) + task->block;
+        k->kept = row[0], k->kept_end = row[1];
     }
+    fill(a, k);
 }
 
 INLINE void write_rows(const struct heart_attention *a, int bf16, const struct task *t, const struct work *w) {
@@ -279,22 +318,20 @@ INLINE void write_rows(const struct heart_attention *a, int bf16, const struct t
     }
 }
 
-static void run_task(const struct heart_attention *a, const struct task *t, struct packed kv, struct work *w) {
-    struct tiles tiles = {.filling = 0};
+/* Runs a task; `soon` is the one that this thread is likely to get next, so that its first tile is asked for early. */
+static void run_task(const struct heart_attention *a, const struct task *t, const struct task *soon, struct walk *k,
+                     struct work *w) {
+    if (k->task != t) begin(a, k, t), k->now = !k->now;
     if (a->bf16) pack_queries(a, 1, t, w->queries);
     else pack_queries(a, 0, t, w->queries);
     memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4);
     for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = 0;
-    if (t->block < 0) {
-        add_keys(a, kv, w, t->rows, &tiles, a->n_k, a->n_k + a->tail);
-    } else {
-        const int64_t *row = a->row_ptr + t->head * (a->q_blocks + 1) + t->block;
-        const int32_t *starts = of_head(a->k_starts, a->own_starts, t->head, a->k_blocks + 1);
-        for (int64_t i = row[0]; i < row[1]; i++)
-            add_keys(a, kv, w, t->rows, &tiles, starts[a->cols[i]], starts[a->cols[i] + 1]);
+    for (int last = 0; !last; k->now = !k->now) {
+        const struct tile *next = fill(a, k);
+        last = !next->n;
+        if (last && soon) begin(a, k, soon);
+        run_tile(a, w, t->rows, k->tiles + k->now, next, last ? t : NULL, soon);
     }
-    turn(a, kv, w, t->rows, &tiles);
-    turn(a, kv, w, t->rows, &tiles);
     if (a->bf16) write_rows(a, 1, t, w);
     else write_rows(a, 0, t, w);
 }
@@ -314,7 +351,7 @@ static int64_t cut(struct task *tasks, int64_t head, int64_t block, int64_t star
     int64_t count = (end - start + size - 1) / size;
     for (int64_t i = 0; tasks && i < count; i++) {
         int64_t from = start + i * size, rows = least(size, end - from);
-        tasks[i] = (struct task){head, block, from, rows, keys * rows};
+        tasks[i] = (struct task){head, block, from, rows, keys * rows, {0}};
     }
     return count;
 }
@@ -356,11 +393,13 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
     struct task *tasks = malloc((size_t)(count ? count : 1) * sizeof *tasks);
     if (!tasks) return NO_MEMORY;
     list_tasks(a, first, last, tasks);
+    for (int64_t i = 0; i < count; i++) tasks[i].kv = packed_at(a, buffer, tasks[i].head - first, tasks[i].head);
     if (a->threads > 1) qsort(tasks, (size_t)count, sizeof *tasks, by_cost);
     int failed = 0;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
         struct work w = {0};
+        struct walk k = {0};
         int ready = make_work(&w, a->dim);
         if (!ready) {
 #pragma omp atomic write
@@ -375,7 +414,7 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; i++)
-            if (ready) run_task(a, tasks + i, packed_at(a, buffer, tasks[i].head - first, tasks[i].head), &w);
+            if (ready) run_task(a, tasks + i, i + a->threads < count ? tasks + i + a->threads : NULL, &k, &w);
         free_work(&w);
     }
     free(tasks);
