@@ -492,6 +492,11 @@ def test_overheads_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(worth, "_KNOWN", {})
     q = torch.randn(1, 2, 64, 16)
     kernel = kernels.choose(None, q, "auto")
+    monkeypatch.setattr(worth, "STEADY", 0.0)  # as if every repetition had been disturbed
+    worth.overheads(q, X, kernel)
+    assert not (tmp_path / worth.FILE).exists()
+    monkeypatch.setattr(worth, "_KNOWN", {})
+    monkeypatch.setattr(worth, "STEADY", float("inf"))
     found = worth.overheads(q, X, kernel)
     assert found.dense_seconds((1, 2, 4096, 16)) > 0 and found.kernel.rate > 0
     monkeypatch.setattr(worth, "_KNOWN", {})
@@ -499,7 +504,7 @@ def test_overheads_are_measured_once_and_kept(tmp_path, monkeypatch):
     assert worth.overheads(q, X, kernel) == found
     (tmp_path / worth.FILE).write_text("{damaged")
     monkeypatch.setattr(worth, "_KNOWN", {})
-    monkeypatch.setattr(worth, "measure", lambda *a: found)
+    monkeypatch.setattr(worth, "measure", lambda *a: (found, True))
     assert worth.overheads(q, X, kernel) == found
 
 

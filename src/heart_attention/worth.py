@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 3
 FILE = "overheads.json"
+STEADY = 1.3  # a second repetition that takes so much longer than the best was disturbed
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,11 @@ def _from_file(key: str) -> Overheads | None:
 
 
 def _measure_and_keep(key: str, q: Tensor, backbone: Any, kernel: Any) -> Overheads:
-    found = measure(q.device, q.dtype, q.shape[-1], backbone, kernel)
+    found, steady = measure(q.device, q.dtype, q.shape[-1], backbone, kernel)
     log.info("measured on this device (%s): %s", key, found)
+    if not steady:
+        log.info("repetitions differed too much to be kept for other runs: the machine is busy")
+        return found
     try:
         path = cache_dir() / FILE
         with locked(path.with_suffix(".lock")):
@@ -138,15 +142,19 @@ def _measure_and_keep(key: str, q: Tensor, backbone: Any, kernel: Any) -> Overhe
 
 
 @torch.no_grad()
-def measure(device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any) -> Overheads:
-    """Time dense attention, the kernel, prediction and drift at two sizes each, and draw lines through them."""
+def measure(device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any) -> tuple[Overheads, bool]:
+    """Time dense attention, the kernel, prediction and drift at two sizes each, and draw lines through them.
+
+    Also whether repetitions agreed: times of a busy moment must not be kept for good.
+    """
     sizes = (1024, 8192) if torch.device(device).type == "cuda" else (512, 2048)
     points = [_time_at(n, device, dtype, dim, backbone, kernel) for n in sizes]
-    return Overheads(**{name: _line(points[0][name], points[1][name]) for name in points[0]})
+    (small, steady), (large, also) = points
+    return Overheads(**{name: _line(small[name], large[name]) for name in small}), steady and also
 
 
-def _time_at(n: int, device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any) -> dict[str, tuple]:
-    """(work, seconds) of each part on random tokens of two heads."""
+def _time_at(n: int, device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any) -> tuple[dict[str, tuple], bool]:
+    """(work, seconds) of each part on random tokens of two heads, and whether repetitions agreed."""
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(1, 2, n, dim, generator=generator).to(device, dtype) for _ in range(3))
     if hasattr(backbone, "q_clusters"):  # it may be fitted to its own sequence already: so few would tell nothing
@@ -163,8 +171,8 @@ def _time_at(n: int, device: Any, dtype: torch.dtype, dim: int, backbone: Any, k
         "drift": (_tokens(shape), lambda: features(q, k, "mean")),
         "start": (predicting, lambda: kernel.plan(backbone.predict(q, k, 0.5, backbone.new_state(), key=key))),
     }
-    times = _best([function for _, function in parts.values()], q.is_cuda)
-    return {name: (work, seconds) for (name, (work, _)), seconds in zip(parts.items(), times)}
+    times, steady = _best([function for _, function in parts.values()], q.is_cuda)
+    return {name: (work, seconds) for (name, (work, _)), seconds in zip(parts.items(), times)}, steady
 
 
 def _line(a: tuple[float, float], b: tuple[float, float]) -> Line:
@@ -173,11 +181,14 @@ def _line(a: tuple[float, float], b: tuple[float, float]) -> Line:
     return Line(max(a[1] - rate * a[0], 0.0), rate)
 
 
-def _best(functions: list[Callable[[], Any]], cuda: bool, repeats: int = 3) -> list[float]:
-    """Best time of each, interleaved so that a busy moment hits all alike; the first round only warms up."""
-    best = [float("inf")] * len(functions)
+def _best(functions: list[Callable[[], Any]], cuda: bool, repeats: int = 3) -> tuple[list[float], bool]:
+    """Best time of each, interleaved so that a busy moment hits all alike; the first round only warms up.
+
+    Steady: of all functions that weigh, the second best time is near the best.
+    """
+    seen: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 1):
-        for i, function in enumerate(functions):
+        for function, times in zip(functions, seen):
             if cuda:
                 torch.cuda.synchronize()
             start = time.perf_counter()
@@ -185,8 +196,11 @@ def _best(functions: list[Callable[[], Any]], cuda: bool, repeats: int = 3) -> l
             if cuda:
                 torch.cuda.synchronize()
             if repeat:
-                best[i] = min(best[i], time.perf_counter() - start)
-    return best
+                times.append(time.perf_counter() - start)
+    ordered = [sorted(times) for times in seen]
+    longest = max(times[0] for times in ordered)
+    steady = all(times[1] <= STEADY * times[0] for times in ordered if times[0] > longest / 10)
+    return [times[0] for times in ordered], steady
 
 
 def _pairs(shape: tuple[int, ...]) -> float:
