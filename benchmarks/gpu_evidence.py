@@ -98,24 +98,28 @@ def cases(sizes: tuple[int, ...] = (64, 128)) -> Iterator[Case]:
         ):
             yield attention_case(d, "bf16", name, block, gathered)
         yield attention_case(d, "bf16", "blocks of 64", 64, False)
+        yield attention_case(d, "bf16", "blocks, log-sums", 128, False, sums=True)
+        yield attention_case(d, "bf16", "clusters, log-sums", 0, True, sums=True)
         if d == 128:
             yield attention_case(d, "fp32", "blocks", 128, False)
         yield from prediction_cases(d)
 
 
-def attention_case(d: int, dtype: str, name: str, block: int, gathered: bool) -> Case:
-    """Attention over equal blocks (block > 0) or clusters."""
+def attention_case(d: int, dtype: str, name: str, block: int, gathered: bool, sums: bool = False) -> Case:
+    """Attention over equal blocks (block > 0) or clusters; `sums`: with log-sums, as calibration runs it."""
     from heart_attention.kernels import triton_attention as attention
 
     def config(target: str) -> attention.Config:
         rows = attention.tile_rows(block or 109)  # 300 clusters over the 32,760 tokens of Wan2.1 at 480p
         return attention.config_for(target, d, 4 if dtype == "fp32" else 2, rows, gathered)
 
-    pointers = {f"{x}_ptr": f"*{dtype}" for x in ("q", "k", "v", "out")}
+    pointers = {f"{x}_ptr": f"*{dtype}" for x in ("q", "k", "v")} | {"out_ptr": "*fp32" if sums else f"*{dtype}"}
+    pointers["lse_ptr"] = "*fp32" if sums else "*i32"
     lists = {f"{x}_ptr": "*i32" for x in ("work", "list", "q_perm", "k_perm")}
     return Case(
         f"attention, {name}", "attention", "attention", d, dtype, {**pointers, **lists, "scale_log2": "fp32"},
-        {"D": d, "D_PAD": d, "BLOCK": block, "RUN": attention.RUN, "PERM": gathered, "PRECISION": attention.PRECISION},
+        {"D": d, "D_PAD": d, "BLOCK": block, "RUN": attention.RUN, "PERM": gathered, "LSE": sums,
+         "PRECISION": attention.PRECISION},
         lambda target: {"num_warps": config(target).warps, "num_stages": config(target).stages},
         lambda target: {"BLOCK_M": config(target).block_m, "BLOCK_N": config(target).block_n},
     )  # fmt: skip

@@ -6,6 +6,7 @@ Triton is imported. By hand: `TRITON_INTERPRET=1 pytest tests/kernels/triton_int
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention, kmeans
+from heart_attention.calibration.heads import Call, Spec
+from heart_attention.clock import Where
 from heart_attention.errors import HeartError
 from heart_attention.kernels import eager, triton_attention, triton_predict
 from heart_attention.masks import BlockMask, ClusterMask
@@ -67,6 +70,37 @@ def test_blocks(n, block, d, density, tail, ordered, seed):
     g = generator(seed)
     order = torch.randperm(n, generator=g) if ordered else None
     check(random_blocks(g, n, block, density, heads=1, order=order, tail=tail), *qkv(g, n + tail, d, heads=1))
+
+
+@few
+@given(
+    n=st.integers(1, 80), clustered=st.booleans(), tail=st.integers(0, 3), ordered=st.booleans(), share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_parts_add_up(n, clustered, tail, ordered, share, seed):
+    """Two disjoint parts of a mask, merged by their log-sums; a query may have no key in one of them."""
+    g = generator(seed)
+    if clustered:
+        mask, name, tail = random_clusters(g, n, 4, 9), "map", 0
+    else:
+        order = torch.randperm(n, generator=g) if ordered else None
+        mask, name = random_blocks(g, n, 16, order=order, tail=tail), "blocks"
+    q, k, v = qkv(g, n + tail, 20)
+    kept = getattr(mask, name)
+    mine = torch.rand(kept.shape, generator=g) < share
+    parts = [replace(mask, **{name: kept & half}) for half in (mine, ~mine)]
+    (a, a_lse), (b, b_lse) = (triton_attention.KERNEL.run_part(part, q, k, v) for part in parts)
+    weight = (a_lse - torch.logaddexp(a_lse, b_lse)).exp().unsqueeze(-1)
+    want = eager.KERNEL.run(eager.KERNEL.plan(mask), q, k, v)
+    assert (weight * a + (1 - weight) * b - want).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("svg2", [False, True])
+def test_calibration_climbs_its_candidates(svg2):
+    backbone = SVG2(q_clusters=3, k_clusters=9, init_iters=2) if svg2 else XAttention(stride=4, block=16)
+    call = Call(Spec(backbone, (0.3, 0.7, 0.9, 1.0), kernel="triton"), Where(layer=0), "0", *qkv(generator(0), 50, 16))
+    for n, out in enumerate(call.climb()):
+        torch.testing.assert_close(out, call.run([0, 1], n), atol=2e-6, rtol=1e-5)
 
 
 @few

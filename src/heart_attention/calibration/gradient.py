@@ -349,7 +349,7 @@ def _contract(branch: _Branch, call: Call, out: Tensor, grads: list[Tensor], cho
     first = call.representative()
     with torch.no_grad():
         for k, each in enumerate(call.climb()):
-            delta = (each - out).float()  # [B, H, N, D]
+            delta = each.float() - out.float()  # [B, H, N, D]
             for i, g in enumerate(grads):
                 total[i, k] = cell_sums((g.float() * delta).sum(-1).sum(0), cells).cpu()
             for h, current in enumerate(choice):  # a mask that is the present one changes nothing, not even by rounding

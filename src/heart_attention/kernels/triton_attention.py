@@ -123,7 +123,10 @@ class Triton:
 
     def plan(self, mask: Any) -> Plan:
         """Plan a mask: the shared lists, and this kernel's work list."""
-        plan = make_plan(mask, self.name)
+        return self._plan(mask, part=False)
+
+    def _plan(self, mask: Any, part: bool) -> Plan:
+        plan = make_plan(mask, self.name, part=part)
         if plan.kind == "cluster":
             plan.extra["runs"], plan.extra["run_ptr"] = key_runs(plan)
         plan.extra["block"] = mask.block if plan.kind == "block" else 0
@@ -135,14 +138,28 @@ class Triton:
         self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Attention over what the plan keeps, [B, H, N, D]."""
+        return self._run(plan, q, k, v, torch.empty_like(q) if out is None else out, scale, None)
+
+    def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N].
+
+        Parts over disjoint keys add up: weigh their outputs with the softmax of their log-sums. Both are fp32, so that
+        adding up many parts costs no precision.
+        """
+        lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        return self._run(self._plan(mask, part=True), q, k, v, out, None, lse), lse
+
+    def _run(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None
+    ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out = torch.empty_like(q) if out is None else out
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         reasons = _reasons_launch(plan, q, k, v, out)
         if reasons:
             raise HeartError(f"the triton kernel cannot run this: {'; '.join(reasons)}")
-        launch(plan, q, k, v, out, scale)
-        if plan.tail:
+        launch(plan, q, k, v, out, scale, lse)
+        if plan.tail:  # whole in every part: equal outputs stay what they are, however they are weighed
             n = plan.n_q
             out[:, :, n:] = F.scaled_dot_product_attention(q[:, :, n:], k[:, :, n:], v[:, :, n:], scale=scale)
         return out
@@ -224,8 +241,10 @@ def work_list(plan: Plan, block_m: int) -> Tensor:
     return plan.extra[key]
 
 
-def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
-    """Start the device kernel over the plan's work list."""
+def launch(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, lse: Tensor | None = None
+) -> None:
+    """Start the device kernel over the plan's work list; `lse` [B, H, N] takes the log-sums."""
     from . import triton_code
 
     d = q.shape[-1]
@@ -236,11 +255,11 @@ def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: floa
         return
     block = plan.kind == "block"
     triton_code.attention[(len(work),)](
-        q, k, v, out, work, plan.cols if block else plan.extra["runs"],
+        q, k, v, out, work if lse is None else lse, work, plan.cols if block else plan.extra["runs"],
         work if plan.q_perm is None else plan.q_perm, work if plan.k_perm is None else plan.k_perm,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        _perm_step(plan.q_perm), _perm_step(plan.k_perm), q.shape[1], plan.n_k, scale * LOG2E,
-        D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=plan.q_perm is not None,
+        _perm_step(plan.q_perm), _perm_step(plan.k_perm), q.shape[1], plan.n_k, q.shape[2], scale * LOG2E,
+        D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=plan.q_perm is not None, LSE=lse is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=PRECISION,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

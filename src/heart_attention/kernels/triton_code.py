@@ -15,10 +15,10 @@ RUN_MASK = tl.constexpr(31)
 
 @triton.jit
 def attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, work_ptr, list_ptr, q_perm_ptr, k_perm_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, work_ptr, list_ptr, q_perm_ptr, k_perm_ptr,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, q_perm_step, k_perm_step,
-    heads, n_k, scale_log2,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PERM: tl.constexpr,
+    heads, n_k, lse_step, scale_log2,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PERM: tl.constexpr, LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a query row against the keys that row keeps, with an online softmax.
@@ -26,6 +26,7 @@ def attention(
     `work[pid]` = (batch·heads + head, first position, end position, first list entry, end list entry).
     BLOCK > 0: list entries are key blocks of that size. BLOCK = 0: they are packed runs of up to RUN keys, and a
     tile of BLOCK_N keys takes BLOCK_N/RUN of them, so that clusters of a few tokens still fill a tile.
+    LSE: the log of each query's sum is written too, and a query may have no key at all.
     """
     item = work_ptr + tl.program_id(0) * 5
     bh = tl.load(item)
@@ -82,6 +83,9 @@ def attention(
         v = tl.load(v_base + ki[:, None] * svn + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)  # [N, D]
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
+    if LSE:
+        tl.store(lse_ptr + bh.to(tl.int64) * lse_step + qi, (top + tl.math.log2(mass)) * 0.6931471805599453, mask=m_ok)
+        mass = tl.where(mass == 0.0, 1.0, mass)
     out_tile = out_ptr + b * sob + h * soh + qi[:, None] * son + d[None, :]
     tl.store(out_tile, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & d_ok[None, :])
 
