@@ -153,7 +153,9 @@ def measure(device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: An
     return Overheads(**{name: _line(small[name], large[name]) for name in small}), steady and also
 
 
-def _time_at(n: int, device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any) -> tuple[dict[str, tuple], bool]:
+def _time_at(
+    n: int, device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any
+) -> tuple[dict[str, tuple], bool]:
     """(work, seconds) of each part on random tokens of two heads, and whether repetitions agreed."""
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(1, 2, n, dim, generator=generator).to(device, dtype) for _ in range(3))

@@ -223,14 +223,11 @@ def test_memory_is_that_of_one_block_not_of_all():
     assert _peak_of_saved(6) == _peak_of_saved(2) > 0
 
 
-def test_cells_are_two_by_two_by_two_tokens():
-    cells = gradient.cell_index(2 * 4 * 6, (2, 4, 6), None).view(2, 4, 6)
-    assert cells.unique().numel() == 6 and (cells[:2, :2, :2] == 0).all() and (cells[:, 2:, 4:] == 5).all()
-    with_text = gradient.cell_index(60, (2, 4, 6), Text(48, 8, 4))
-    assert torch.equal(with_text[:48], cells.flatten()) and with_text[48:].min() > 5
-    assert gradient.cell_index(20, None, None).tolist() == [0] * 8 + [1] * 8 + [2] * 4
-    sums = gradient.cell_sums(torch.ones(3, 60), with_text)
-    assert sums.shape == (3, int(with_text.max()) + 1) and (sums[:, :6] == 8).all() and sums[0].sum() == 60
+def test_self_terms_add_squares_of_tokens_after_the_branches():
+    a, b = torch.randn(2, gradient.NOISES, 3, 4, 5).unbind(0)  # [R, K, H, N]
+    expected = (a + b).double().square().sum(-1).mean(0).T
+    np.testing.assert_allclose(gradient._mean_square([a, b]), expected.numpy(), rtol=1e-6)
+    assert gradient._mean_square([a]).shape == (4, 3)
 
 
 def test_an_error_that_is_no_quadratic_form_is_refused():

@@ -7,8 +7,9 @@ velocity with respect to a head's output. At an assignment of thresholds (or at 
 - cotangent `2Wε/‖y‖²` gives `m_k = ⟨g, δ_k⟩`: the first-order change of the *joint* error, with all cross-head
   and cross-layer terms in it;
 - a random cotangent `W^½ n/‖y‖`, n standard normal, gives `E[⟨g, δ_k⟩²] = ‖W^½ J δ_k‖²/‖y‖²`: the head's own
-  second-order term, at the dense model the paper's isolated error. Summing g·δ over cells of 2×2×2 tokens,
-  squaring, and adding the cells up needs one draw where the plain square needs dozens.
+  second-order term, at the dense model the paper's isolated error. Squaring g·δ token by token and adding the
+  squares up leaves out what tokens have in common, a few per cent, and needs two draws where the square of the sum
+  needs dozens.
 
 The model is differentiated block by block from stored block inputs: each block is run again with gradients, its
 graph is cut at the attention outputs, and attention itself is differentiated by hand over the kept blocks only.
@@ -34,7 +35,8 @@ from .heads import DENSE, Call, Spec
 from .replay import Replay, Stream, frozen
 from .trajectory import Context
 
-CELL = 2  # tokens a side of the cells that the random cotangent's products are summed over
+NOISES = 2  # random cotangents a pass
+ESTIMATOR = f"tokens-{NOISES}"  # names how `second` is estimated: records of another way are not mixed with these
 
 Choice = Sequence[Sequence[int]]  # [L][H]: index of a candidate, or DENSE
 
@@ -107,30 +109,6 @@ def _row_backward(
         to_v.index_add_(0, cols, dv[:, i * q.shape[1] : (i + 1) * q.shape[1]])
 
 
-# --- cells ---
-
-
-def cell_index(n: int, grid: tuple[int, int, int] | None, text: Any) -> Tensor:
-    """The cell of each of n tokens: 2×2×2 of the video's grid; text tokens and odd sequences in runs of eight."""
-    video = n if text is None else text.video_count(n)
-    if grid is None or math.prod(grid) != video:
-        return torch.arange(n) // CELL**3
-    t, h, w = (torch.arange(s) // CELL for s in grid)
-    rows, cols = int(h[-1]) + 1, int(w[-1]) + 1
-    cells = ((t[:, None, None] * rows + h[:, None]) * cols + w).flatten()
-    if text is None:
-        return cells
-    index = torch.arange(n) // CELL**3 + int(cells[-1]) + 1
-    index[text.video_index(n)] = cells
-    return index
-
-
-def cell_sums(values: Tensor, cells: Tensor) -> Tensor:
-    """Sums of values [..., N] over cells, float64 [..., cells]."""
-    out = torch.zeros(*values.shape[:-1], int(cells.max()) + 1, dtype=torch.float64, device=values.device)
-    return out.index_add_(-1, cells.to(values.device), values.double())
-
-
 # --- one context ---
 
 
@@ -143,7 +121,7 @@ class Pass:
     sparsity: np.ndarray  # of every candidate, on the q and k of this assignment
     own: np.ndarray  # [L, H]: of the assignment itself
     first: np.ndarray  # m: first-order change of the joint error (zeros for the dense assignment)
-    second: np.ndarray  # D: the cell-diagonal self term
+    second: np.ndarray  # D: the token-diagonal self term
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -167,7 +145,8 @@ class _Branch:
     streams: list[Stream]
     masks: dict[tuple[int, int], Any]  # (layer, item) -> masks of the candidates
     outs: dict[tuple[int, int], Tensor]  # (layer, item) -> attention's outputs, in host memory
-    products: dict[int, Tensor] = field(default_factory=dict)  # layer -> [G, K, H, cells]
+    noise: dict[int, Tensor] = field(default_factory=dict)  # layer -> ⟨g, δ⟩ of random cotangents, [R, K, H, N]
+    change: dict[int, Tensor] = field(default_factory=dict)  # layer -> ⟨g, δ⟩ of the joint error, [K, H]
 
 
 def forward(replay: Replay, context: Context, spec: Spec, choice: Choice, keep: bool = True) -> list[_Branch]:
@@ -245,7 +224,7 @@ def differentiate(
     replay: Replay, context: Context, spec: Spec, choice: Choice, measure: errors.QuadraticError, seed: int,
     draw: int = 0,
 ) -> Pass:  # fmt: skip
-    """One forward at `choice`, one way back with both cotangents (only the random one at the dense assignment)."""
+    """One forward at `choice`, one way back with all cotangents (only the random ones at the dense assignment)."""
     if not isinstance(measure, errors.QuadraticError):
         raise HeartError(
             f"the error {measure.name!r} is not a quadratic form of the velocity, so gradients cannot calibrate with "
@@ -256,7 +235,8 @@ def differentiate(
     velocity = context.combine([b.output for b in branches])
     scale = errors.denominator(reference)
     isolated = all(c == DENSE for row in choice for c in row)
-    cotangents = [measure.apply_sqrt(_noise(context, reference, seed, draw)) / math.sqrt(scale)]
+    noises = [_noise(context, reference, seed, NOISES * draw + i) for i in range(NOISES)]
+    cotangents = [measure.apply_sqrt(noise) / math.sqrt(scale) for noise in noises]
     if not isolated:
         cotangents.append(2 * measure.apply_weight(velocity - reference) / scale)
     spread = [context.spread(c) for c in cotangents]
@@ -341,40 +321,44 @@ def _call_backward(
 
 
 def _contract(branch: _Branch, call: Call, out: Tensor, grads: list[Tensor], choice: Sequence[int]) -> None:
-    """Add ⟨g, δ_k⟩ by cells for every cotangent, candidate and head of one call: [G, K, H, cells]."""
+    """Add ⟨g, δ_k⟩ of every candidate and head of one call: token by token for random cotangents, else the sum."""
     n, heads, count = out.shape[2], out.shape[1], len(call.spec.candidates)
-    text = call.text[0] if call.text else None
-    cells = cell_index(n, call.grid, text)
-    total = torch.zeros(len(grads), count, heads, int(cells.max()) + 1, dtype=torch.float64)
+    noise = torch.zeros(NOISES, count, heads, n)
+    change = torch.zeros(count, heads, dtype=torch.float64)
     first = call.representative()
     with torch.no_grad():
         for k, each in enumerate(call.climb()):
             delta = each.float() - out.float()  # [B, H, N, D]
-            for i, g in enumerate(grads):
-                total[i, k] = cell_sums((g.float() * delta).sum(-1).sum(0), cells).cpu()
+            products = [(g.float() * delta).sum(-1).sum(0) for g in grads]  # each [H, N]
+            noise[:, k] = torch.stack(products[:NOISES]).cpu()
+            if len(grads) > NOISES:
+                change[k] = products[NOISES].double().sum(-1).cpu()
             for h, current in enumerate(choice):  # a mask that is the present one changes nothing, not even by rounding
                 if first[k][h] == (DENSE if current == DENSE else first[current][h]):
-                    total[:, k, h] = 0
-    known = branch.products.get(call.layer)
-    branch.products[call.layer] = total if known is None else known + total
+                    noise[:, k, h], change[k, h] = 0, 0
+    for known, new in ((branch.noise, noise), (branch.change, change)):
+        known[call.layer] = known[call.layer] + new if call.layer in known else new
 
 
 def _collect(
     context: Context, branches: list[_Branch], choice: Choice, measure: Any, velocity: Tensor, reference: Tensor,
     spec: Spec,
 ) -> Pass:  # fmt: skip
-    layers, heads, count = len(choice), len(choice[0]), len(spec.candidates)
-    products = [sum(b.products[layer] for b in branches) for layer in range(layers)]  # each [G, K, H, cells]
-    second = np.stack([p[0].square().sum(-1).T.numpy() for p in products])  # type: ignore[union-attr]
-    first = np.zeros((layers, heads, count))
-    if len(products[0]) > 1:  # type: ignore[arg-type]
-        first = np.stack([p[1].sum(-1).T.numpy() for p in products])  # type: ignore[union-attr]
-    sparsity = np.mean([_sparsity_table(b.masks, layers) for b in branches], axis=0)  # [L, H, K]
+    layers = range(len(choice))
+    second = np.stack([_mean_square([b.noise.pop(layer) for b in branches]) for layer in layers])
+    first = np.stack([sum(b.change[layer] for b in branches).T.numpy() for layer in layers])  # type: ignore[union-attr]
+    sparsity = np.mean([_sparsity_table(b.masks, len(choice)) for b in branches], axis=0)  # [L, H, K]
     picked = np.asarray(choice)
     own = np.where(picked == DENSE, 0.0, np.take_along_axis(sparsity, np.maximum(picked, 0)[..., None], -1)[..., 0])
     return Pass(
         measure.measure(velocity, reference), errors.bands(velocity, reference).tolist(), sparsity, own, first, second
     )
+
+
+def _mean_square(noise: list[Tensor]) -> np.ndarray:
+    """The self terms of a layer [H, K]: branches [R, K, H, N] add up, tokens and cotangents do so after squaring."""
+    total = torch.stack(noise).sum(0)
+    return total.double().square().sum(-1).mean(0).T.numpy()
 
 
 def _sparsity_table(masks: dict[tuple[int, int], Any], layers: int) -> np.ndarray:

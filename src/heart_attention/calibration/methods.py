@@ -75,7 +75,7 @@ def _passes(runner: Runner, stage: str, contexts: Sequence[tuple[int, int]], cho
 
 
 def by_isolated(settings: Settings, contexts: Contexts, runner: Runner, layers: int, heads: int) -> Outcome:
-    """The paper's objective by the cell-diagonal estimate: one backward pass a context at the dense model."""
+    """The paper's objective by the token-diagonal estimate: one way back a context at the dense model."""
     dense = ((DENSE,) * heads,) * layers
     passes = _passes(runner, "gradients", contexts.calibration, dense)
     E = np.mean([p.second for p in passes], axis=0)

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from . import draws, experts, file
+from . import draws, experts, file, gradient
 from .settings import Settings
 
 
@@ -81,6 +81,7 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
         "error_settings": dict(settings.error_settings),
         "generator": draws.GENERATOR,
         "versions": file.versions(),
+        **({} if settings.method == "probes" else {"estimator": gradient.ESTIMATOR}),
         **one_of_two,
     }
 

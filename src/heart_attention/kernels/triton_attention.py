@@ -241,9 +241,7 @@ def work_list(plan: Plan, block_m: int) -> Tensor:
     return plan.extra[key]
 
 
-def launch(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, lse: Tensor | None = None
-) -> None:
+def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, lse: Tensor | None = None) -> None:
     """Start the device kernel over the plan's work list; `lse` [B, H, N] takes the log-sums."""
     from . import triton_code
 
