@@ -249,6 +249,7 @@ static void run_tile(const struct heart_attention *a, struct work *w, int64_t ro
     }
     if (rows > 0) {
         prefetch_share(a, next, panel, panels);
+        if (ends) prefetch_ends(a, ends, soon, panel, panels);
         panel_tile(1, a, w, panel, rows, t);
     }
     t->n = 0;
