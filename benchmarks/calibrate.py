@@ -9,7 +9,8 @@ this process and ratios of interleaved runs. Figures (bars in brackets):
 - gradient: cell-diagonal estimate of isolated errors against exact probes on the same contexts [Spearman ≥ 0.97, its
   assignment keeps ≥ 90 % of the exact one's gain];
 - compare: joint velocity error on held-out prompts relative to the shared threshold, at equal realised sparsity: the
-  paper's protocol with 3 and with 7 candidates, isolated gradients, joint gradients [joint < probes ≤ 0.8];
+  paper's protocol with 3 and with 7 candidates (and with contexts weighed as the gradients' are), isolated gradients,
+  joint gradients [joint < probes ≤ 0.8];
 - video: PSNR against the dense video over held-out prompts for the same assignments [joint > probes > shared];
 - cost: seconds and forward-equivalents of each method, and what the formula gives for large models.
 """
@@ -51,7 +52,7 @@ def settings_of(pipe: Any, args: argparse.Namespace, **more: Any) -> run.Setting
     return run.Settings(
         config.backbone, tuple(tiny.prompts("calibration")[: args.prompts]), call,
         held_out=tuple(tiny.prompts("heldout")[: args.held_out]), contexts=args.contexts,
-        held_out_contexts=args.held_out, order=config.order, scale_clusters=config.scale_clusters, realised=True,
+        held_out_contexts=args.held_out_contexts or args.held_out, order=config.order, scale_clusters=config.scale_clusters, realised=True,
         **more,
     )  # fmt: skip
 
@@ -160,7 +161,7 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     try:
         runner.trajectories(settings, contexts)
-        jointly = dataclasses.replace(settings, method="joint", strata="sparse")
+        jointly = dataclasses.replace(settings, method="joint", strata="sparse", mean="relative")
         joint = by_joint(jointly, contexts, runner, *size)
         figures = run.verification_of(jointly, contexts, runner, joint, *size)
         made = run.to_file(
@@ -170,11 +171,13 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
             {**planning.plan(pipe, jointly), "grid": run.grid_of(pipe.transformer, store, contexts)},
         )
         made.save(args.work / f"{args.backbone}.heart.json")
-        isolated = by_isolated(dataclasses.replace(settings, method="isolated"), contexts, runner, *size)
+        isolated = by_isolated(dataclasses.replace(jointly, method="isolated"), contexts, runner, *size)
         probed = by_probes(settings, contexts, runner, *size)
+        relative = by_probes(dataclasses.replace(settings, mean="relative"), contexts, runner, *size)
         three = _restricted(settings, contexts, runner, probed, PAPER_CANDIDATES)
         found = {"shared": None, "probes, 3 candidates (the paper's)": three, "probes, 7 candidates": probed}
-        found |= {"isolated gradients, 7 candidates": isolated, "joint gradients, 7 candidates": joint}
+        found |= {"probes, 7 candidates, relative mean": relative, "isolated gradients, 7 candidates": isolated}
+        found |= {"joint gradients, 7 candidates": joint}
         shared = shared_choice(settings, *size)
         base = {w: runner.verify("verifying", getattr(contexts, w), shared) for w in ("calibration", "held_out")}
         for label, outcome in found.items():
@@ -294,6 +297,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("calibrate-bench.work"))
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--held-out", type=int, default=8)
+    parser.add_argument("--held-out-contexts", type=int, help="one for each held-out prompt unless given")
     parser.add_argument("--contexts", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=1, help="videos of every held-out prompt")
     parser.add_argument("--same", type=int, default=4, help="contexts on which the estimate meets exact probes")

@@ -32,6 +32,8 @@ def test_pinned_values():
 def test_the_papers_strata():
     assert draws.strata(50, "paper") == [(0, 11), (12, 24), (25, 36), (37, 49)]
     assert draws.strata(50, "sparse") == [(5, 11), (12, 24), (25, 36), (37, 49)]
+    assert draws.strata(25, "paper") == [(0, 5), (6, 11), (12, 17), (18, 24)]
+    assert draws.strata(25, "sparse") == [(5, 9), (10, 14), (15, 19), (20, 24)]  # not step 5 in an interval of its own
 
 
 @given(st.integers(1, 200), st.integers(0, 20), st.sampled_from(draws.STRATA), st.integers(1, 6))

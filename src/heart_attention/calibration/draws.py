@@ -65,8 +65,9 @@ def strata(steps: int, kind: str = "sparse", dense_steps: int = 5, count: int = 
 
     `paper`: all steps, [0,11] [12,24] [25,36] [37,49] for 50 and the same proportions for others. `sparse`:
     the same without the first `dense_steps`, which are never sparse at inference; where that would leave the
-    first interval empty the sparse steps alone are divided. With fewer steps than intervals there is an
-    interval a step.
+    first interval with less than half its share of them (below 36 steps) the sparse steps alone are divided,
+    because one step would get a quarter of all draws. With fewer steps than intervals there is an interval a
+    step.
     """
     if kind not in STRATA:
         raise HeartError(f"strata are {' or '.join(map(repr, STRATA))}, not {kind!r}")
@@ -75,7 +76,8 @@ def strata(steps: int, kind: str = "sparse", dense_steps: int = 5, count: int = 
         raise HeartError(
             f"{steps} steps of which the first {first} are dense leave none to calibrate on: take more steps"
         )
-    if first < steps // count:
+    left = steps // count - first
+    if left > 0 and 2 * count * left >= steps - first:
         (_, last), *rest = _quarters(0, steps - 1, count)
         return [(first, last), *rest]
     return _quarters(first, steps - 1, min(count, steps - first))

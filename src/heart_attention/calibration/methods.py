@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,19 @@ from .gradient import Pass
 from .heads import DENSE
 from .planning import Contexts
 from .runner import Choice, Runner
-from .search import SLACK, Outcome, Search, as_choice, error_table, figures, reachable, shared_choice, solve
+from .search import (
+    SLACK,
+    Outcome,
+    Search,
+    Trials,
+    as_choice,
+    context_weights,
+    error_table,
+    figures,
+    reachable,
+    shared_choice,
+    solve,
+)  # fmt: skip
 from .settings import Settings
 from .work import Task
 
@@ -28,19 +39,22 @@ def by_probes(settings: Settings, contexts: Contexts, runner: Runner, layers: in
     for (p, s), wanted in sorted(contexts.probes.items()):
         tasks.append(Task("probe", p, s, wanted=tuple(sorted(wanted.items())), null=True))
     found = runner.records("probes", tasks)
+    weights = context_weights(settings, runner, [(t.prompt, t.step) for t in tasks], layers, heads)
     sums: dict[tuple[int, int], list[dict[str, Any]]] = {}
     nulls = []
-    for task, records in zip(tasks, found):
+    for task, records, weight in zip(tasks, found, weights):
         for (layer, _), record in zip(task.wanted, records):
             nulls += [{"prompt": task.prompt, "step": task.step, **record["null"]}] if "null" in record else []
             for head, values in record["heads"].items():
-                sums.setdefault((layer, int(head)), []).append(values)
+                sums.setdefault((layer, int(head)), []).append(values | {"weight": weight})
 
-    def table(name: str) -> np.ndarray:
-        rows = [[np.mean([r[name] for r in sums[la, h]], axis=0) for h in range(heads)] for la in range(layers)]
-        return np.asarray(rows)
+    def table(name: str, weighed: bool = False) -> np.ndarray:
+        def mean(rows: list[dict[str, Any]]) -> np.ndarray:
+            return np.mean([np.multiply(r["weight"] if weighed else 1.0, r[name]) for r in rows], axis=0)
 
-    E, S = table("error"), table("sparsity")
+        return np.asarray([[mean(sums[la, h]) for h in range(heads)] for la in range(layers)])
+
+    E, S = table("error", weighed=True), table("sparsity")
     extra = {
         "bands": table("bands").tolist(),
         "attention_error": table("attention").tolist(),
@@ -58,9 +72,9 @@ def by_probes(settings: Settings, contexts: Contexts, runner: Runner, layers: in
 def assign(settings: Settings, contexts: Contexts, runner: Runner, E: np.ndarray, S: np.ndarray) -> Outcome:
     """The assignment of least ΣE, within the table's budget or, if `realised`, within what forwards show."""
     if settings.realised and settings.min_sparsity is None and settings.max_mean_threshold is None:
-        shared = shared_choice(settings, *E.shape[:2])
-        target = runner.verify("verifying, start", contexts.calibration, shared)["sparsity"]
-        search = Search(settings, runner, contexts.calibration, 0 * E, E, S, 0)
+        trials = Trials(settings, runner, contexts.calibration, *E.shape[:2])
+        target = trials.verify("verifying, start", shared_choice(settings, *E.shape[:2]))["sparsity"]
+        search = Search(settings, trials, 0 * E, E, S, 0)
         found = search.attempt(1.0, target, np.inf)
         if found is not None:
             found.error, found.extra = E, {"search": search.log}
@@ -69,16 +83,17 @@ def assign(settings: Settings, contexts: Contexts, runner: Runner, E: np.ndarray
     return Outcome(E, S, as_choice(solved.choice), solved.to_dict())
 
 
-def _passes(runner: Runner, stage: str, contexts: Sequence[tuple[int, int]], choice: Choice) -> list[Pass]:
-    tasks = [Task("gradient", p, s, choice=choice) for p, s in contexts]
-    return [Pass.from_dict(records[0]) for records in runner.records(stage, tasks)]
+def _passes(trials: Trials, stage: str, choice: Choice) -> list[Pass]:
+    tasks = [Task("gradient", p, s, choice=choice) for p, s in trials.contexts]
+    return [Pass.from_dict(records[0]) for records in trials.runner.records(stage, tasks)]
 
 
 def by_isolated(settings: Settings, contexts: Contexts, runner: Runner, layers: int, heads: int) -> Outcome:
     """The paper's objective by the token-diagonal estimate: one way back a context at the dense model."""
     dense = ((DENSE,) * heads,) * layers
-    passes = _passes(runner, "gradients", contexts.calibration, dense)
-    E = np.mean([p.second for p in passes], axis=0)
+    trials = Trials(settings, runner, contexts.calibration, layers, heads)
+    passes = _passes(trials, "gradients", dense)
+    E = trials.mean([p.second for p in passes])
     S = np.mean([p.sparsity for p in passes], axis=0)
     return assign(settings, contexts, runner, E, S)
 
@@ -86,7 +101,8 @@ def by_isolated(settings: Settings, contexts: Contexts, runner: Runner, layers: 
 def by_joint(settings: Settings, contexts: Contexts, runner: Runner, layers: int, heads: int) -> Outcome:
     """Rounds of gradient, knapsack on m + γD, verification; from the better of the shared threshold and `isolated`."""
     choice = shared_choice(settings, layers, heads)
-    got = runner.verify("verifying, start", contexts.calibration, choice)
+    trials = Trials(settings, runner, contexts.calibration, layers, heads)
+    got = trials.verify("verifying, start", choice)
     error, target = got["error"], settings.min_sparsity
     if target is None:
         target = got["sparsity"]  # what the shared threshold really leaves out with all heads sparse
@@ -94,17 +110,18 @@ def by_joint(settings: Settings, contexts: Contexts, runner: Runner, layers: int
     outcome, within = None, settings.min_sparsity is None and settings.max_mean_threshold is None
     if settings.start == "isolated":
         start = by_isolated(settings, contexts, runner, layers, heads)
-        got = runner.verify("verifying, start", contexts.calibration, start.choice)
+        got = trials.verify("verifying, start", start.choice)
         history.append({"round": 0, "start": "isolated", **figures(got)})
         fits = got["sparsity"] >= target - SLACK or settings.max_mean_threshold is not None
         if fits and (got["error"] < error or not within):
             outcome, choice, error, within = start, start.choice, got["error"], True
             outcome.report["joint_error"] = error
     for number in range(1, settings.rounds + 1):
-        passes = _passes(runner, f"gradients, round {number}", contexts.calibration, choice)
-        m, D, S = (np.mean([getattr(p, n) for p in passes], axis=0) for n in ("first", "second", "sparsity"))
-        search = Search(settings, runner, contexts.calibration, m, D, S, number)
-        search.seen[choice] = runner.verify("verifying, start", contexts.calibration, choice)  # on record already
+        passes = _passes(trials, f"gradients, round {number}", choice)
+        m, D = (trials.mean([getattr(p, n) for p in passes]) for n in ("first", "second"))
+        S = np.mean([p.sparsity for p in passes], axis=0)
+        search = Search(settings, trials, m, D, S, number)
+        search.seen[choice] = trials.verify("verifying, start", choice)  # on record already
         found = search.run(choice, error if within else np.inf, target)
         history += search.log
         if found is None:

@@ -87,7 +87,7 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
 
 
 _PLAIN = (
-    "method", "candidates", "shared", "strata", "velocity", "error", "prompts", "held_out", "seed", "dense_steps",
+    "method", "candidates", "shared", "strata", "velocity", "mean", "error", "prompts", "held_out", "seed", "dense_steps",
     "order", "contexts", "held_out_contexts", "rounds", "gamma", "start", "min_sparsity", "max_mean_threshold",
     "realised", "kernel", "scale_clusters",
 )  # fmt: skip

@@ -116,7 +116,7 @@ def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], 
     bands = extra.pop("bands", None)
     call = settings.call
     kept = (
-        "shared", "strata", "velocity", "dense_steps", "order", "scale_clusters", "contexts", "rounds", "gamma",
+        "shared", "strata", "velocity", "mean", "dense_steps", "order", "scale_clusters", "contexts", "rounds", "gamma",
         "start", "realised", "weights", "grid",
     )  # fmt: skip
     one_of_two = {name: document[name] for name in ("transformer", "served") if name in document}

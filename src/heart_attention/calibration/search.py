@@ -13,6 +13,7 @@ from .runner import Choice, Runner
 from .settings import Settings
 
 SLACK = 1e-4  # realised sparsity may miss the budget by this much
+LEAST = 0.01  # a context's error counts as at least this share of the largest one's when contexts are weighed
 
 
 def shared_choice(settings: Settings, layers: int, heads: int) -> Choice:
@@ -33,6 +34,42 @@ class Outcome:
     choice: Choice
     report: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def context_weights(
+    settings: Settings, runner: Runner, contexts: Sequence[tuple[int, int]], layers: int, heads: int
+) -> np.ndarray:
+    """How much each context counts: 1, or with `relative` as much as makes the shared threshold's error equal in all.
+
+    Errors of early and late steps differ tenfold: in a plain mean a gain where they are large pays for several times
+    the error where they are small, and a few contexts decide everything. The shared threshold's mean stays as it is.
+    """
+    if settings.mean == "plain":
+        return np.ones(len(contexts))
+    got = runner.verify("verifying, start", contexts, shared_choice(settings, layers, heads))
+    errors = np.asarray(got["errors"])
+    if not errors.max() > 0:
+        return np.ones(len(contexts))
+    return errors.mean() / np.maximum(errors, LEAST * errors.max())
+
+
+class Trials:
+    """The contexts that assignments are tried on, and how much each counts."""
+
+    def __init__(
+        self, settings: Settings, runner: Runner, contexts: Sequence[tuple[int, int]], layers: int, heads: int
+    ):  # fmt: skip
+        self.runner, self.contexts = runner, list(contexts)
+        self.weights = context_weights(settings, runner, self.contexts, layers, heads)
+
+    def verify(self, stage: str, choice: Choice) -> dict[str, Any]:
+        """Joint error, weighed, and realised sparsity of an assignment, by forwards."""
+        got = self.runner.verify(stage, self.contexts, choice)
+        return got | {"error": float(np.mean(self.weights * got["errors"]))}
+
+    def mean(self, tables: Sequence[np.ndarray]) -> np.ndarray:
+        """The weighed mean of a table of errors a context."""
+        return np.mean([w * t for w, t in zip(self.weights, tables, strict=True)], axis=0)
 
 
 def solve(settings: Settings, E: np.ndarray, S: np.ndarray, min_sparsity: float | None = None) -> solver.Result:
@@ -59,10 +96,9 @@ class Search:
     """The line search on γ of one round: doubled until accepted, then its neighbours."""
 
     def __init__(
-        self, settings: Settings, runner: Runner, contexts: Sequence[tuple[int, int]], m: np.ndarray, D: np.ndarray,
-        S: np.ndarray, number: int,
+        self, settings: Settings, trials: Trials, m: np.ndarray, D: np.ndarray, S: np.ndarray, number: int
     ):  # fmt: skip
-        self.settings, self.runner, self.contexts, self.number = settings, runner, contexts, number
+        self.settings, self.trials, self.number = settings, trials, number
         self.m, self.D, self.S = m, D, S
         self.log: list[dict[str, Any]] = []
         self.seen: dict[Choice, dict[str, Any]] = {}
@@ -104,7 +140,7 @@ class Search:
             self.moved = choice = as_choice(solved.choice)
             new = choice not in self.seen
             if new:
-                self.seen[choice] = self.runner.verify(f"verifying, round {self.number}", self.contexts, choice)
+                self.seen[choice] = self.trials.verify(f"verifying, round {self.number}", choice)
             got = self.seen[choice]
             short = target - got["sparsity"] if self.settings.max_mean_threshold is None else 0.0
             accepted = short <= SLACK and got["error"] < bar

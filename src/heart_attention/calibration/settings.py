@@ -27,6 +27,8 @@ class Settings:
         shared: the shared threshold that is the start, the comparison and, without another budget, the budget.
         strata: "paper" or "sparse" step intervals; None: paper for probes, sparse for the others.
         velocity: "guided" (what the sampler uses) or "cond" (the conditional branch alone).
+        mean: how contexts are averaged: "plain" or "relative", each by its error in relation to the shared
+            threshold's there; None: plain (the paper's) for probes, relative for the others.
         error: a name that `error.by_name` knows, with `error_settings`.
         contexts, held_out_contexts: how many (prompt, step) pairs for gradients and for verification.
         rounds, gamma, start: of the joint method; gamma is where the line search starts, `start` is "shared" or
@@ -47,6 +49,7 @@ class Settings:
     shared: float = 0.9
     strata: str | None = None
     velocity: str = "guided"
+    mean: str | None = None
     error: str = "spectral"
     error_settings: dict[str, Any] = field(default_factory=dict)
     held_out: tuple[str, ...] = ()
@@ -70,6 +73,8 @@ class Settings:
             raise HeartError(f"the method is one of {', '.join(METHODS)}, not {self.method!r}")
         if self.velocity not in ("guided", "cond"):
             raise HeartError(f"the velocity is 'guided' or 'cond', not {self.velocity!r}")
+        if self.mean not in (None, "plain", "relative"):
+            raise HeartError(f"the mean over contexts is 'plain' or 'relative', not {self.mean!r}")
         if self.start not in ("shared", "isolated"):
             raise HeartError(f"the joint method starts from 'shared' or 'isolated', not {self.start!r}")
         if not self.prompts:
@@ -84,6 +89,7 @@ class Settings:
             raise HeartError(f"the shared threshold lies in 0 … 1, not {self.shared}")
         object.__setattr__(self, "candidates", tuple(sorted({*taus, float(self.shared)})))
         object.__setattr__(self, "strata", self.strata or ("paper" if self.method == "probes" else "sparse"))
+        object.__setattr__(self, "mean", self.mean or ("plain" if self.method == "probes" else "relative"))
         if self.realised is None:
             object.__setattr__(self, "realised", self.method != "probes")
         object.__setattr__(self, "prompts", tuple(self.prompts))

@@ -55,6 +55,7 @@ def summary(calibration: Calibration) -> dict[str, Any]:
         "error": c.error,
         "solver": c.solver,
         "joint_error_of_shared": joint_ratios(c),
+        "joint_error_of_shared_by_context": context_ratios(c),
         "verification": c.verification,
         "size": {"height": c.height, "width": c.width, "frames": c.frames, "steps": c.steps},
         "scheduler": c.scheduler,
@@ -73,6 +74,18 @@ def joint_ratios(calibration: Calibration) -> dict[str, float]:
         try:
             out[name] = figures["chosen"]["error"] / figures["shared"]["error"]
         except (TypeError, KeyError, ZeroDivisionError):
+            continue
+    return out
+
+
+def context_ratios(calibration: Calibration) -> dict[str, float]:
+    """The same taken in each context and then averaged: what a generation can expect at any of its steps."""
+    out = {}
+    for name, figures in calibration.verification.items():
+        try:
+            pairs = zip(figures["chosen"]["errors"], figures["shared"]["errors"], strict=True)
+            out[name] = float(np.mean([chosen / shared for chosen, shared in pairs]))
+        except (TypeError, KeyError, ValueError, ZeroDivisionError):
             continue
     return out
 
@@ -161,9 +174,12 @@ def _solver(c: Calibration) -> str:
 
 
 def _joint(c: Calibration) -> str:
-    return ", ".join(
-        f"{ratio:.3f} of the shared threshold's ({n.replace('_', ' ')})" for n, ratio in joint_ratios(c).items()
-    )
+    each = context_ratios(c)
+    parts = []
+    for name, ratio in joint_ratios(c).items():
+        more = f", {each[name]:.3f} in the average context" if name in each else ""
+        parts.append(f"{ratio:.3f} of the shared threshold's{more} ({name.replace('_', ' ')})")
+    return "; ".join(parts)
 
 
 # ---------------------------------------- PNG

@@ -57,6 +57,10 @@ def _register_calibrate(commands) -> None:
     how.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S or threshold=τ (default shared=0.9)")
     how.add_argument("--strata", choices=("paper", "sparse"), help="steps to draw from (default: by the method)")
     how.add_argument("--velocity", default="guided", choices=("guided", "cond"))
+    how.add_argument(
+        "--mean", choices=("plain", "relative"),
+        help="of errors over contexts: relative to the shared threshold's in each, or plain (default: by the method)",
+    )  # fmt: skip
     how.add_argument("--error", default="spectral", help="spectral (default), mse or attention")
     how.add_argument("--contexts", type=int, help="prompt-step pairs for gradients and verification")
     how.add_argument("--rounds", type=int, help="rounds of the joint method")
@@ -184,6 +188,7 @@ def _settings(args: argparse.Namespace, pipe: Any) -> Any:
         call=call,
         method=args.method,
         velocity=args.velocity,
+        mean=args.mean,
         error=args.error,
         seed=args.seed,
         dense_steps=dense,
