@@ -52,7 +52,8 @@ def settings_of(pipe: Any, args: argparse.Namespace, **more: Any) -> run.Setting
     return run.Settings(
         config.backbone, tuple(tiny.prompts("calibration")[: args.prompts]), call,
         held_out=tuple(tiny.prompts("heldout")[: args.held_out]), contexts=args.contexts,
-        held_out_contexts=args.held_out_contexts or args.held_out, order=config.order, scale_clusters=config.scale_clusters, realised=True,
+        held_out_contexts=args.held_out_contexts or args.held_out, order=config.order,
+        scale_clusters=config.scale_clusters, realised=True,
         **more,
     )  # fmt: skip
 
