@@ -105,13 +105,25 @@ def test_other_vector_widths_compute_the_same(monkeypatch, tmp_path_factory, wid
 @compiler
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX-512 is x86's")
 def test_avx512_text_compiles(tmp_path):
-    """Not run, for want of such a CPU: the compiler takes it and uses the wide registers."""
+    """The compiler takes it and uses the wide registers; tools/avx512 runs it, in an emulator where need be."""
     flags = "-O1 -mavx512f -mfma -std=gnu11 -Wall -Wno-unknown-pragmas -Werror -S"  # not every compiler has OpenMP
     command = [*build._compiler(), *flags.split(), "-o"]
     for source in build.sources():
         assembly = tmp_path / f"{source.stem}.s"
         subprocess.run([*command, str(assembly), str(source)], check=True, timeout=300)
         assert "%zmm" in assembly.read_text(), source.name
+
+
+HARNESS = pathlib.Path(__file__).parents[2] / "tools" / "avx512" / "run.sh"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, ("gcc", "ld", "objcopy"))), reason="needs gcc and binutils")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the harness is for x86")
+def test_the_widest_vectors_here_agree_with_none(tmp_path):
+    """All kernels, this CPU's vectors against no AVX, with unmapped pages after every array."""
+    done = subprocess.run(["sh", str(HARNESS), str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0 and "\nPASS\n" in done.stdout, done.stdout + done.stderr
 
 
 @compiler
