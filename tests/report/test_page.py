@@ -115,3 +115,21 @@ def test_hover_shows_the_value(folder, browser):
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", cell)
     ActionChains(browser).move_to_element(cell).perform()
     assert "layer 0, head 0" in wait_for(browser, "document.getElementById('tip').textContent")
+
+
+def test_the_headline_names_every_heart_the_closest_first():
+    from heart_attention.report.build import _headline
+
+    entry = lambda name, speed, psnr: {  # noqa: E731
+        "method": name, "attention_speedup": speed, "total_speedup": 1 + speed / 4, "psnr": psnr,
+    }  # fmt: skip
+    rows = [
+        entry("dense", 1, None),
+        entry("svg2+heart", 2, 20.0),
+        entry("xattention", 1.6, 23),
+        entry("xattention+heart", 1.7, 27),
+    ]
+    line = _headline(rows)
+    assert line.index("xattention+heart: attention 1.70×") < line.index("svg2+heart: attention 2.00×")
+    assert "27.0 dB" in line and "23.0 dB" not in line
+    assert _headline(rows[:1]) == "Only dense attention was run."
