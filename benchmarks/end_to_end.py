@@ -224,6 +224,8 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
             attachment.detach()
     dense += [generate(text) for text in texts[1:]] if quality else []
     blocks = {p: {o: _mean(probe.exact[o, p]) for o in ("raster", "tiles")} for p in masses}
+    for p in masses:  # if each head could choose: the lists are in step
+        blocks[p]["either"] = _mean(list(map(min, probe.exact["raster", p], probe.exact["tiles", p])))
     predicted = {p: {o: _mean(probe.predicted[o, p]) for o in ("raster", "tiles")} for p in masses}
     study = {"steps": list(sampled), "blocks_at_equal_mass": blocks, "predicted_density": predicted}
     study["errors"] = {p: {o: _pair(probe.errors.get((o, p), [])) for o in ("raster", "tiles")} for p in masses}
@@ -280,9 +282,10 @@ def print_costs(rows: Iterator[dict]) -> None:
 
 
 def print_order(study: dict) -> None:
-    print(f"{'mass':>6} {'raster':>9} {'tiles':>9} {'change':>8}   blocks kept at equal true mass")
+    print(f"{'mass':>6} {'raster':>9} {'tiles':>9} {'change':>8} {'either':>8}   blocks kept at equal true mass")
     for p, row in study["blocks_at_equal_mass"].items():
-        print(f"{p:>6} {row['raster']:>9.4f} {row['tiles']:>9.4f} {row['tiles'] / row['raster'] - 1:>8.1%}")
+        changes = [row[o] / row["raster"] - 1 for o in ("tiles", "either")]
+        print(f"{p:>6} {row['raster']:>9.4f} {row['tiles']:>9.4f} {changes[0]:>8.1%} {changes[1]:>8.1%}")
     print(f"\n{'τ':>6} {'raster':>9} {'tiles':>9} {'change':>8}   density of XAttention's own masks")
     for p, row in study["predicted_density"].items():
         print(f"{p:>6} {row['raster']:>9.4f} {row['tiles']:>9.4f} {row['tiles'] / row['raster'] - 1:>8.1%}")
