@@ -178,7 +178,8 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
         three = _restricted(settings, contexts, runner, probed, PAPER_CANDIDATES)
         found = {"shared": None, "probes, 3 candidates (the paper's)": three, "probes, 7 candidates": probed}
         found |= {"probes, 7 candidates, relative mean": relative, "isolated gradients, 7 candidates": isolated}
-        found |= {"joint gradients, 7 candidates": joint}
+        plain = by_joint(dataclasses.replace(jointly, mean="plain"), contexts, runner, *size)
+        found |= {"joint gradients, 7 candidates, plain mean": plain, "joint gradients, 7 candidates": joint}
         shared = shared_choice(settings, *size)
         base = {w: runner.verify("verifying", getattr(contexts, w), shared) for w in ("calibration", "held_out")}
         for label, outcome in found.items():
