@@ -96,7 +96,9 @@ def _headline(summary: list[dict]) -> str:
 
 
 def _verdict(e: dict) -> str:
-    speed = f"attention {e['attention_speedup']:.2f}× and the denoising model {e['total_speedup']:.2f}× as fast as dense"
+    speed = (
+        f"attention {e['attention_speedup']:.2f}× and the denoising model {e['total_speedup']:.2f}× as fast as dense"
+    )
     return f"{e['method']}: {speed}" + (f", at {e['psnr']:.1f} dB PSNR against it" if e.get("psnr") else "")
 
 
