@@ -6,7 +6,7 @@ Everything that was measured is kept in the work folder, so a run that was stopp
 this process and ratios of interleaved runs. Figures (bars in brackets):
 
 - skip: probes from cached block inputs against whole forwards [≥ 1.6×, bit-exact];
-- gradient: cell-diagonal estimate of isolated errors against exact probes on the same contexts [Spearman ≥ 0.97, its
+- gradient: token-diagonal estimate of isolated errors against exact probes on the same contexts [Spearman ≥ 0.97, its
   assignment keeps ≥ 90 % of the exact one's gain];
 - compare: joint velocity error on held-out prompts relative to the shared threshold, at equal realised sparsity: the
   paper's protocol with 3 and with 7 candidates (and with contexts weighed as the gradients' are), isolated gradients,

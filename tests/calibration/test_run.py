@@ -114,6 +114,12 @@ def _value(work, name):
     return json.loads((work / "records" / f"{name}.json").read_text())["value"]
 
 
+def test_probes_with_a_relative_mean_weigh_errors_and_bands_alike(finished, pipe, tmp_path):
+    made = run.calibrate(pipe, settings("probes", mean="relative"), tmp_path)
+    assert made.settings["mean"] == "relative" and not np.allclose(made.E, finished["probes"][1].E)
+    np.testing.assert_allclose(made.bands @ [1, 0.5, 0.01, 0.01], made.E, rtol=1e-12)
+
+
 def test_finished_work_is_not_done_again(finished, pipe, monkeypatch):
     work, made, _ = finished["joint"]
 

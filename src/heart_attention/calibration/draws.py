@@ -65,7 +65,7 @@ def strata(steps: int, kind: str = "sparse", dense_steps: int = 5, count: int = 
 
     `paper`: all steps, [0,11] [12,24] [25,36] [37,49] for 50 and the same proportions for others. `sparse`:
     the same without the first `dense_steps`, which are never sparse at inference; where that would leave the
-    first interval with less than half its share of them (below 36 steps) the sparse steps alone are divided,
+    first interval with less than half its share of them (with five dense steps: below 36) the sparse steps alone are divided,
     because one step would get a quarter of all draws. With fewer steps than intervals there is an interval a
     step.
     """

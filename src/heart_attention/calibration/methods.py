@@ -56,7 +56,7 @@ def by_probes(settings: Settings, contexts: Contexts, runner: Runner, layers: in
 
     E, S = table("error", weighed=True), table("sparsity")
     extra = {
-        "bands": table("bands").tolist(),
+        "bands": table("bands", weighed=True).tolist(),
         "attention_error": table("attention").tolist(),
         "null": {"worst": max((n["error"] for n in nulls), default=0.0), "probes": nulls},
         "probes": {

@@ -20,9 +20,7 @@ def register(commands) -> None:
     demo.add_argument("--steps", type=int, help="denoising steps (default 25, quick 12, full 50)")
     size = demo.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="a smaller size and 12 steps")
-    size.add_argument(
-        "--full", action="store_true", help="8 prompts, 50 steps, also mask reuse alone: the README's table"
-    )
+    size.add_argument("--full", action="store_true", help="8 prompts, 50 steps, also mask reuse alone")
     demo.add_argument("--json", action="store_true", help="print the table as JSON")
     demo.set_defaults(func=run_demo)
 
