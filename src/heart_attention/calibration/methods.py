@@ -28,7 +28,7 @@ from .search import (
     reachable,
     shared_choice,
     solve,
-)  # fmt: skip
+)
 from .settings import Settings
 from .work import Task
 
