@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -40,13 +41,19 @@ class Row:
 
 
 def best(functions: dict[str, Callable[[], object]], repeat: int, threads: int) -> dict[str, float]:
-    """Seconds of each, best of `repeat` rounds in which all take turns."""
+    """Seconds of each, best of `repeat` rounds in which all take turns.
+
+    Every round has another order: what runs after dense attention finds the caches full of other things, and that
+    should not always be the same one.
+    """
     clock = time.process_time if threads == 1 else time.perf_counter
     found = dict.fromkeys(functions, math.inf)
+    names, shuffle = list(functions), random.Random(0).shuffle
     for _ in range(repeat if threads == 1 else 3 * repeat):  # wall time meets a quiet moment less often
-        for name, function in functions.items():
+        shuffle(names)
+        for name in names:
             start = clock()
-            function()
+            functions[name]()
             found[name] = min(found[name], clock() - start)
     return found
 

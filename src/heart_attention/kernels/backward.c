@@ -63,12 +63,12 @@ static int64_t list_keys(const struct heart_backward *a, int64_t head, int64_t b
 /* Scores [n][LANES] to weights, in place: each lane's softmax. */
 static void softmax_lanes(float *scores, int64_t n, const vec *top, float c) {
     vec sum[2] = {{0}, {0}};
-    for (int64_t i = 0; i < n; i++)
-        for (int j = 0; j < 2; j++) {
-            vec weight = vexp2((load(scores + i * LANES + j * VL) - top[j]) * c);
-            store(scores + i * LANES + j * VL, weight);
-            sum[j] += weight;
-        }
+    for (int64_t i = 0; i < n; i++) {
+        vec weight[2];
+        for (int j = 0; j < 2; j++) weight[j] = (load(scores + i * LANES + j * VL) - top[j]) * c;
+        vexp2_each(2, weight);
+        for (int j = 0; j < 2; j++) store(scores + i * LANES + j * VL, weight[j]), sum[j] += weight[j];
+    }
     vec share[2] = {1.0f / sum[0], 1.0f / sum[1]};
     for (int64_t i = 0; i < n; i++)
         for (int j = 0; j < 2; j++) {

@@ -18,6 +18,7 @@
 #define TILE 128
 #define NEAR 512 /* floats from one key to the next */
 #define PACK_BYTES ((int64_t)40 << 20) /* heads packed at once by several threads stay below this */
+#define IN_STEP 4 /* exponentials computed side by side */
 #define NO_MEMORY 1
 
 struct tensor {
@@ -52,7 +53,7 @@ struct task {
     struct packed kv; /* of its head */
 };
 
-/* Where the keys and values of a tile begin in the packed arrays of its head. */
+/* Keys that are dealt with together: where they and their values begin in the packed arrays of their head. */
 struct tile {
     struct packed kv;
     int64_t n;
@@ -179,13 +180,18 @@ INLINE void exponentials(int vectors, float *scores, int64_t n, float c, vec *to
         total[j] = load(sum + j * VL) * factor;
     }
     vec part[2] = {{0}, {0}};
-    for (int64_t i = 0; i < n; i++)
-        for (int j = 0; j < vectors; j++) {
-            float *at = scores + (i * vectors + j) * VL;
-            vec weight = vexp2(load(at) * c - less[j]);
-            store(at, weight);
-            part[j] += weight;
-        }
+    int64_t i = 0;
+    for (; i + IN_STEP <= n * vectors; i += IN_STEP) {
+        vec x[IN_STEP];
+        for (int j = 0; j < IN_STEP; j++) x[j] = load(scores + (i + j) * VL) * c - less[j % vectors];
+        vexp2_each(IN_STEP, x);
+        for (int j = 0; j < IN_STEP; j++) store(scores + (i + j) * VL, x[j]), part[j % vectors] += x[j];
+    }
+    for (; i < n * vectors; i++) {
+        vec weight = vexp2(load(scores + i * VL) * c - less[i % vectors]);
+        store(scores + i * VL, weight);
+        part[i % vectors] += weight;
+    }
     for (int j = 0; j < vectors; j++) store(sum + j * VL, total[j] + part[j]);
 }
 
@@ -208,17 +214,9 @@ INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work
     }
 }
 
-/* Asks the second cache for a share of the next tile's keys and values: kept blocks lie anywhere in memory. */
-static void prefetch_share(const struct heart_attention *a, const struct tile *next, int64_t part, int64_t parts) {
-    for (int64_t i = part * next->n / parts; i < (part + 1) * next->n / parts; i++)
-        for (int64_t d = 0; d < a->dim; d += 16) {
-            __builtin_prefetch(next->kv.keys + next->key[i] + d, 0, 2);
-            __builtin_prefetch(next->kv.values + next->value[i] + d * TILE, 0, 2);
-        }
-}
-
-/* Asks for a share of the rows that a task will write and of the queries that the one after it reads. */
-static void prefetch_ends(const struct heart_attention *a, const struct task *ends, const struct task *soon,
+/* Asks for a share of the rows that a task will write and of the queries that the one after it reads. Inlined by force:
+ * a compiler may take a function that only asks for memory for one that does nothing, and leave out its calls. */
+INLINE void prefetch_ends(const struct heart_attention *a, const struct task *ends, const struct task *soon,
                           int64_t part, int64_t parts) {
     const int32_t *perm = of_head(a->q_perm, a->own_perm, ends->head, a->n_q);
     int64_t out = head_at(a, &a->out, ends->head), size = a->bf16 ? 2 : 4;
@@ -233,46 +231,48 @@ static void prefetch_ends(const struct heart_attention *a, const struct task *en
         prefetch_row(&a->q, a->bf16, q + token_at(perm, a->n_q, soon->start + r) * a->q.token, a->dim);
 }
 
-/* Runs a tile; `ends` is its task if this is the last one. */
+/* Runs a tile; `ends` is its task if this is the last one, `soon` the task that is likely to come next. */
 static void run_tile(const struct heart_attention *a, struct work *w, int64_t rows, struct tile *t,
-                     const struct tile *next, const struct task *ends, const struct task *soon) {
+                     const struct task *ends, const struct task *soon) {
     int64_t panel = 0, panels = (rows + 2 * VL - 1) / (2 * VL);
     if (!t->n) return;
     for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
         t->key[t->n + i] = t->key[i % t->n];
         t->value[t->n + i] = t->value[i % t->n] + TILE * 2 * VL;
     }
-    for (; rows > VL; panel++, rows -= 2 * VL) {
-        prefetch_share(a, next, panel, panels);
+    for (; rows > 0; panel++, rows -= 2 * VL) {
         if (ends) prefetch_ends(a, ends, soon, panel, panels);
-        panel_tile(2, a, w, panel, least(rows, 2 * VL), t);
+        if (rows > VL) panel_tile(2, a, w, panel, least(rows, 2 * VL), t);
+        else panel_tile(1, a, w, panel, rows, t);
     }
-    if (rows > 0) {
-        prefetch_share(a, next, panel, panels);
-        if (ends) prefetch_ends(a, ends, soon, panel, panels);
-        panel_tile(1, a, w, panel, rows, t);
-    }
-    t->n = 0;
 }
 
-/* Walks through the keys that a task keeps, a tile ahead of the one that is run. */
+/* Walks through the keys that a task keeps. */
 struct walk {
-    const struct task *task;
     int64_t kept, kept_end; /* entries of cols that are left */
     int64_t from, to;       /* sorted positions that are left of the present block */
-    struct tile tiles[2];
-    int now;
+    struct tile tile;
 };
 
-/* Fills the tile after the present one with the keys that come next; it stays empty after the last one. */
-static struct tile *fill(const struct heart_attention *a, struct walk *k) {
-    struct tile *to = k->tiles + !k->now;
-    const int32_t *starts = of_head(a->k_starts, a->own_starts, k->task->head, a->k_blocks + 1);
+static void begin(const struct heart_attention *a, const struct task *task, struct walk *k) {
+    k->kept = k->kept_end = k->from = k->to = 0;
+    k->tile.kv = task->kv;
+    if (task->block < 0) {
+        k->from = a->n_k, k->to = a->n_k + a->tail;
+    } else {
+        const int64_t *row = a->row_ptr + task->head * (a->q_blocks + 1) + task->block;
+        k->kept = row[0], k->kept_end = row[1];
+    }
+}
+
+/* Fills the tile with the keys that come next; whether any are left after it. */
+static int fill(const struct heart_attention *a, const struct task *task, struct walk *k) {
+    struct tile *to = &k->tile;
+    const int32_t *starts = of_head(a->k_starts, a->own_starts, task->head, a->k_blocks + 1);
     int64_t wide = padded(a->dim);
-    to->kv = k->task->kv;
     for (to->n = 0; to->n < TILE;) {
         if (k->from == k->to) {
-            if (k->kept == k->kept_end) break;
+            if (k->kept == k->kept_end) return 0;
             int32_t block = a->cols[k->kept++];
             k->from = starts[block], k->to = starts[block + 1];
         }
@@ -281,20 +281,7 @@ static struct tile *fill(const struct heart_attention *a, struct walk *k) {
             to->value[to->n] = (int32_t)value_at(k->from, wide);
         }
     }
-    return to;
-}
-
-/* Turns to another task and fills its first tile. */
-static void begin(const struct heart_attention *a, struct walk *k, const struct task *task) {
-    k->task = task;
-    k->kept = k->kept_end = k->from = k->to = 0;
-    if (task->block < 0) {
-        k->from = a->n_k, k->to = a->n_k + a->tail;
-    } else {
-        const int64_t *row = a->row_ptr + task->head * (a->q_blocks + 1) + task->block;
-        k->kept = row[0], k->kept_end = row[1];
-    }
-    fill(a, k);
+    return k->from < k->to || k->kept < k->kept_end;
 }
 
 INLINE void write_rows(const struct heart_attention *a, int bf16, const struct task *t, const struct work *w) {
@@ -319,19 +306,17 @@ INLINE void write_rows(const struct heart_attention *a, int bf16, const struct t
     }
 }
 
-/* Runs a task; `soon` is the one that this thread is likely to get next, so that its first tile is asked for early. */
+/* Runs a task; `soon` is the one that this thread is likely to get next, so that its queries are asked for early. */
 static void run_task(const struct heart_attention *a, const struct task *t, const struct task *soon, struct walk *k,
                      struct work *w) {
-    if (k->task != t) begin(a, k, t), k->now = !k->now;
     if (a->bf16) pack_queries(a, 1, t, w->queries);
     else pack_queries(a, 0, t, w->queries);
     memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4);
     for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = 0;
-    for (int last = 0; !last; k->now = !k->now) {
-        const struct tile *next = fill(a, k);
-        last = !next->n;
-        if (last && soon) begin(a, k, soon);
-        run_tile(a, w, t->rows, k->tiles + k->now, next, last ? t : NULL, soon);
+    begin(a, t, k);
+    for (int more = 1; more;) {
+        more = fill(a, t, k);
+        run_tile(a, w, t->rows, &k->tile, more ? NULL : t, soon);
     }
     if (a->bf16) write_rows(a, 1, t, w);
     else write_rows(a, 0, t, w);

@@ -145,6 +145,18 @@ typedef struct {
     float scale, *space, *sums, *queries, *logits;
 } scorer;
 
+/* x to 2^((x - most) scale), n numbers, whole vectors of them. */
+static void weights(float *x, int64_t n, float most, float scale) {
+    int64_t j = 0;
+    for (; j + 4 * VL <= n; j += 4 * VL) {
+        vec y[4];
+        for (int i = 0; i < 4; i++) y[i] = (load(x + j + i * VL) - most) * scale;
+        vexp2_each(4, y);
+        for (int i = 0; i < 4; i++) store(x + j + i * VL, y[i]);
+    }
+    for (; j < n; j += VL) store(x + j, vexp2((load(x + j) - most) * scale));
+}
+
 /* Adds one row's softmax, summed over the groups of a block, to out [blocks]; what is not visible has no mass. */
 static void add_row(const scorer *at, float *x, float *out) {
     int64_t visible = at->visible, whole = round_up(visible, VL);
@@ -153,11 +165,14 @@ static void add_row(const scorer *at, float *x, float *out) {
     for (int64_t j = 0; j < whole; j += VL) top = vmax(load(x + j), top);
     float most = top[0], total = 0;
     for (int i = 1; i < VL; i++) most = top[i] > most ? top[i] : most;
-    for (int64_t j = 0; j < whole; j += VL) store(x + j, vexp2((load(x + j) - most) * at->scale));
+    weights(x, whole, most, at->scale);
     for (int64_t block = 0; block < at->blocks; block++) {
         int64_t from = block * at->per_block, to = from + at->per_block < visible ? from + at->per_block : visible;
         float sum = 0;
-        for (int64_t j = from; j < to; j++) sum += x[j];
+        vec part = {0};
+        for (; from + VL <= to; from += VL) part += load(x + from);
+        for (; from < to; from++) sum += x[from];
+        sum += add_up(part);
         at->sums[block] = sum;
         total += sum;
     }

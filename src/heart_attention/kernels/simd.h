@@ -45,19 +45,38 @@ INLINE vec vmax(vec a, vec b) {
 
 INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
 
-/* 2^x for x <= 0 or a little above; relative error 2e-7; exactly 0 below -126; NaN stays NaN. */
-INLINE vec vexp2(vec x) {
+/* 2^x for x <= 0 or a little above, in place; relative error 2e-7; 0 far below -126; NaN stays NaN. Several vectors go
+ * in step, because each result is waited for by the next operation on it. */
+INLINE void vexp2_each(int count, vec *x) {
     const float magic = 12582912.0f + 127.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
-    vec shifted = x + magic;
-    vec f = x - (shifted - magic); /* in [-0.5, 0.5] */
-    vec p = splat(1.326472725e-03f);
-    p = p * f + 9.671512688e-03f;
-    p = p * f + 5.550733744e-02f;
-    p = p * f + 2.402224208e-01f;
-    p = p * f + 6.931469776e-01f;
-    p = p * f + 1.0f;
-    p *= (vec)((ivec)shifted << 23);
-    return (vec)(~(x < -126.0f) & (ivec)p);
+    vec shifted[8], p[8];
+#define EACH _Pragma("GCC unroll 8") for (int j = 0; j < count; j++)
+    EACH x[j] = vmax(splat(-127.0f), x[j]);
+    EACH shifted[j] = x[j] + magic;
+    EACH x[j] = x[j] - (shifted[j] - magic); /* in [-0.5, 0.5] */
+    EACH p[j] = x[j] * 1.326472725e-03f + 9.671512688e-03f;
+    EACH p[j] = p[j] * x[j] + 5.550733744e-02f;
+    EACH p[j] = p[j] * x[j] + 2.402224208e-01f;
+    EACH p[j] = p[j] * x[j] + 6.931469776e-01f;
+    EACH p[j] = p[j] * x[j] + 1.0f;
+    EACH x[j] = p[j] * (vec)((ivec)shifted[j] << 23);
+#undef EACH
+}
+
+INLINE vec vexp2(vec x) {
+    vexp2_each(1, &x);
+    return x;
+}
+
+/* The sum of a vector's numbers, halves added to halves. */
+INLINE float add_up(vec x) {
+    float part[VL];
+    store(part, x);
+#pragma GCC unroll 4
+    for (int half = VL / 2; half; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) part[i] += part[i + half];
+    return part[0];
 }
 
 INLINE float from_bf16(uint16_t x) {
