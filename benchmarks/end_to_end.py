@@ -1,4 +1,4 @@
-"""What HEART itself costs around the kernels, and whether tile order pays on the embedded model.
+"""What HEART itself costs around the kernels, and whether other token orders pay on the embedded model.
 
     python benchmarks/end_to_end.py                 the costs: no model needed, a few minutes
     python benchmarks/end_to_end.py --order         token order on the embedded model
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import heart_attention as heart
+from heart_attention import orders
 from heart_attention.clock import Where
 from heart_attention.engine import Engine
 
@@ -130,12 +133,15 @@ def costs(repeats: int) -> Iterator[dict[str, Any]]:
 
 # ---------------------------------------- token order
 
+ORDERS = ("raster", "tiles", "heads")
+MASSES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
-class OrderProbe:
-    """Rides along with a dense generation and counts kept blocks in both orders."""
 
-    def __init__(self, block: int, stride: int, masses: tuple[float, ...], steps: tuple[int, ...]) -> None:
-        self.backbone, self.masses, self.steps = heart.XAttention(stride=stride, block=block), masses, steps
+class BlockCounter:
+    """Rides along with a dense generation and counts kept blocks in raster order, in tiles, and in the heads' own."""
+
+    def __init__(self, backbone: Any, order: tuple, masses: tuple[float, ...], steps: tuple[int, ...]) -> None:
+        self.backbone, self.order, self.masses, self.steps = backbone, order, masses, steps
         self.exact: dict[tuple[str, float], list[float]] = {}
         self.predicted: dict[tuple[str, float], list[float]] = {}
         self.errors: dict[tuple[str, float], list[tuple[float, float]]] = {}
@@ -145,31 +151,26 @@ class OrderProbe:
     def reset(self) -> None: ...
 
     def attend(self, where, q, k, v, dense):
+        out = dense(q, k, v)
         if where.step in self.steps:
-            from heart_attention.masks import tile_order
+            for kind in ORDERS:
+                for h in range(q.shape[1]):
+                    name = self.order[where.layer][h] if kind == "heads" else kind
+                    order = orders.permutation(name, tuple(where.grid), q.shape[2], None, self.backbone.block)
+                    head = slice(h, h + 1)
+                    self._count(kind, order, q[:1, head], k[:1, head], v[:1, head], out[:1, head], where.grid)
+        return out
 
-            for name, order in (("raster", None), ("tiles", tile_order(where.grid, self.backbone.block))):
-                self._count(name, order, q, k)
-                if q.shape[2] <= 2048:  # token by token, so at small sizes only
-                    self._measure(name, order, q, k, v, where.grid)
-        return dense(q, k, v)
-
-    def _measure(self, name: str, order: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid: tuple) -> None:
-        exact = F.scaled_dot_product_attention(q, k, v)
+    def _count(self, kind: str, order: torch.Tensor, q, k, v, out, grid: tuple) -> None:
+        mass = block_mass(q[0, 0], k[0, 0], order, self.backbone.block)
         for p in self.masses:
-            mask = self.backbone.predict(q, k, p, order=order).dense_tokens()
-            error = F.scaled_dot_product_attention(q, k, v, attn_mask=mask) - exact
-            relative = float(error.norm() / exact.norm())
-            self.errors.setdefault((name, p), []).append((relative, common_share(error, grid)))
-
-    def _count(self, name: str, order: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-        for h in range(q.shape[1]):
-            mass = block_mass(q[0, h], k[0, h], order, self.backbone.block)
-            for p in self.masses:
-                self.exact.setdefault((name, p), []).append(kept_share(mass, p))
-        for p in self.masses:
+            self.exact.setdefault((kind, p), []).append(kept_share(mass, p))
             mask = self.backbone.predict(q, k, p, order=order)
-            self.predicted.setdefault((name, p), []).append(float(mask.density().mean()))
+            self.predicted.setdefault((kind, p), []).append(float(mask.density().mean()))
+            kernel = heart.kernels.choose(mask, q)
+            error = kernel.run(kernel.plan(mask), q, k, v) - out
+            told = float(error.norm() / out.norm()), common_share(error, grid)
+            self.errors.setdefault((kind, p), []).append(told)
 
 
 def common_share(error: torch.Tensor, grid: tuple[int, int, int], side: int = 4) -> float:
@@ -202,45 +203,65 @@ def kept_share(mass: torch.Tensor, p: float) -> float:
 
 @torch.no_grad()
 def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool = True) -> dict[str, Any]:
-    """Kept blocks at equal mass, and PSNR against dense at equal density, raster against tiles."""
+    """Kept blocks at equal mass, and PSNR against dense at equal density: raster, tiles, and an order for every head.
+
+    The heads' orders and thresholds are chosen on two calibration prompts, everything else is measured on others.
+    """
     from heart_attention import pipelines, tiny
     from heart_attention.config import preset
-    from heart_attention.models import intercept
 
     pipe = pipelines.load(model)
     call = pipelines.call_arguments(model, pipe, steps=steps, quick=quick)
     config = preset("xattention", pipe)
-    x = config.backbone
-    masses = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
-    sampled = tuple(sorted({steps // 4, steps // 2, steps - 2}))
-    probe = OrderProbe(x.block, x.stride, masses, sampled)
+    sampled = tuple(sorted({steps // 4, steps // 2, steps - 2} | {config.dense_steps}))
+    tuned = {tau: tuned_heads(pipe, config.replace(thresholds=tau), call, sampled) for tau in (0.8, 0.9)}
+    counter = BlockCounter(config.backbone, tuned[0.9].order, MASSES, sampled)
     texts = tiny.prompts("demo")[:prompts]
-    generate = lambda text: _frames(pipe, text, call)  # noqa: E731
-    attached = intercept.attach_pipeline(pipe, probe)
+    dense = [*_ride_along(pipe, counter, texts[:1], call)]
+    study = {"steps": list(sampled), "order": tuned[0.9].order, "tuned_error": tuned[0.9].error}
+    for name in ("exact", "predicted"):
+        study[name] = {p: {o: _mean(getattr(counter, name)[o, p]) for o in ORDERS} for p in MASSES}
+    study["errors"] = {p: {o: _pair(counter.errors[o, p]) for o in ORDERS} for p in MASSES}
+    if not quality:
+        return study
+    dense += [_frames(pipe, text, call) for text in texts[1:]]
+    runs = []
+    for order, tau in [("raster", t) for t in (0.7, 0.8, 0.9, 0.92)] + [("tiles", t) for t in (0.85, 0.9)]:
+        runs.append(_quality(pipe, config.replace(thresholds=tau, order=order), order, tau, texts, dense, call))
+    for tau, found in tuned.items():
+        changed = config.replace(thresholds=found.thresholds, order=found.order)
+        runs.append(_quality(pipe, changed, "heads", tau, texts, dense, call))
+    return {**study, "quality": runs, "psnr_at_equal_density": _against_raster(runs)}
+
+
+def tuned_heads(pipe: Any, config: Any, call: dict, steps: tuple[int, ...]) -> Any:
+    """An order and a threshold for every head, as many blocks as in raster order; from two calibration prompts."""
+    from heart_attention import order_tuning, tiny
+    from heart_attention.commands.tune import thresholds_of
+
+    looked = [step for step in steps if step >= config.dense_steps]
+    probe = order_tuning.OrderProbe(config.backbone, thresholds_of(pipe, config), looked)
+    _ride_along(pipe, probe, tiny.prompts("calibration")[:2], call)
+    return order_tuning.tune(probe)
+
+
+def _ride_along(pipe: Any, handler: Any, texts: list[str], call: dict) -> list[torch.Tensor]:
+    from heart_attention.models import intercept
+
+    attached = intercept.attach_pipeline(pipe, handler)
     try:
-        dense = [generate(texts[0])]
+        return [_frames(pipe, text, call) for text in texts]
     finally:
         for attachment in attached:
             attachment.detach()
-    dense += [generate(text) for text in texts[1:]] if quality else []
-    blocks = {p: {o: _mean(probe.exact[o, p]) for o in ("raster", "tiles")} for p in masses}
-    for p in masses:  # if each head could choose: the lists are in step
-        blocks[p]["either"] = _mean(list(map(min, probe.exact["raster", p], probe.exact["tiles", p])))
-    predicted = {p: {o: _mean(probe.predicted[o, p]) for o in ("raster", "tiles")} for p in masses}
-    study = {"steps": list(sampled), "blocks_at_equal_mass": blocks, "predicted_density": predicted}
-    study["errors"] = {p: {o: _pair(probe.errors.get((o, p), [])) for o in ("raster", "tiles")} for p in masses}
-    if not quality:
-        return study
-    runs = []
-    for order in ("raster", "tiles"):
-        for tau in (0.7, 0.8, 0.9) if order == "raster" else (0.7, 0.75, 0.8, 0.85, 0.9, 0.93):
-            changed = config.replace(thresholds=tau, order=order, reuse=heart.Always(), force_sparse=True)
-            with heart.enabled(pipe, changed):
-                made = [generate(text) for text in texts]
-                density = heart.stats(pipe)["density"]
-            values = [_psnr(a, b) for a, b in zip(made, dense)]
-            runs.append({"order": order, "tau": tau, "density": density, "psnr": _mean(values)})
-    return {**study, "quality": runs, "psnr_at_equal_density": _at_equal_density(runs)}
+
+
+def _quality(pipe, config, order: str, tau: float, texts: list[str], dense: list[torch.Tensor], call: dict) -> dict:
+    with heart.enabled(pipe, config.replace(reuse=heart.Always(), force_sparse=True)):
+        made = [_frames(pipe, text, call) for text in texts]
+        density = heart.stats(pipe)["density"]
+    values = [_psnr(a, b) for a, b in zip(made, dense)]
+    return {"order": order, "tau": tau, "density": density, "psnr": _mean(values), "each": values}
 
 
 def _frames(pipe, prompt: str, call: dict) -> torch.Tensor:
@@ -260,15 +281,16 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _at_equal_density(runs: list[dict]) -> list[dict]:
-    """For each raster run, the tiles' PSNR at its density, on the line between the two nearest runs."""
-    tiles = sorted((r["density"], r["psnr"]) for r in runs if r["order"] == "tiles")
+def _against_raster(runs: list[dict]) -> list[dict]:
+    """For each other run, the raster's PSNR at its density, on the line between the two nearest runs."""
+    raster = sorted((r["density"], r["psnr"], r["each"]) for r in runs if r["order"] == "raster")
     rows = []
     for r in runs:
-        for (d0, p0), (d1, p1) in itertools.pairwise(tiles):
-            if r["order"] == "raster" and d0 <= r["density"] <= d1:
-                there = p0 + (p1 - p0) * (r["density"] - d0) / max(d1 - d0, 1e-12)
-                rows.append({"density": r["density"], "raster": r["psnr"], "tiles": there})
+        for (d0, _, e0), (d1, _, e1) in itertools.pairwise(raster):
+            if r["order"] != "raster" and d0 <= r["density"] <= d1:
+                share = (r["density"] - d0) / max(d1 - d0, 1e-12)
+                gains = [x - (a + (b - a) * share) for x, a, b in zip(r["each"], e0, e1)]
+                rows.append({"order": r["order"], "density": r["density"], "psnr": r["psnr"], "gains": gains})
     return rows
 
 
@@ -282,27 +304,36 @@ def print_costs(rows: Iterator[dict]) -> None:
 
 
 def print_order(study: dict) -> None:
-    print(f"{'mass':>6} {'raster':>9} {'tiles':>9} {'change':>8} {'either':>8}   blocks kept at equal true mass")
-    for p, row in study["blocks_at_equal_mass"].items():
-        changes = [row[o] / row["raster"] - 1 for o in ("tiles", "either")]
-        print(f"{p:>6} {row['raster']:>9.4f} {row['tiles']:>9.4f} {changes[0]:>8.1%} {changes[1]:>8.1%}")
-    print(f"\n{'τ':>6} {'raster':>9} {'tiles':>9} {'change':>8}   density of XAttention's own masks")
-    for p, row in study["predicted_density"].items():
-        print(f"{p:>6} {row['raster']:>9.4f} {row['tiles']:>9.4f} {row['tiles'] / row['raster'] - 1:>8.1%}")
-    if study["errors"][0.9]["raster"]:
-        print(
-            f"\n{'τ':>6} {'raster':>9} {'tiles':>9} {'raster':>9} {'tiles':>9}   output error; share common to 4³ cells"
-        )
-        for p, row in study["errors"].items():
-            shown = [row[o][kind] for kind in ("relative", "common") for o in ("raster", "tiles")]
-            print(f"{p:>6} " + " ".join(f"{value:>9.4f}" for value in shown))
+    titles = {"exact": "share of blocks kept at equal true mass", "predicted": "density of XAttention's own masks at τ"}
+    for name, title in titles.items():
+        print(f"{'mass':>6} {'raster':>9} {'tiles':>9} {'change':>8} {'heads':>9} {'change':>8}   {title}")
+        for p, row in study[name].items():
+            changes = {o: row[o] / row["raster"] - 1 for o in ("tiles", "heads")}
+            print(f"{p:>6} {row['raster']:>9.4f}" + "".join(f" {row[o]:>9.4f} {c:>8.1%}" for o, c in changes.items()))
+        print()
+    print(
+        f"{'τ':>6}" + f" {'raster':>9} {'tiles':>9} {'heads':>9}" * 2 + "   output error; its share common to 4³ cells"
+    )
+    for p, row in study["errors"].items():
+        print(f"{p:>6}" + "".join(f" {row[o][kind]:>9.4f}" for kind in ("relative", "common") for o in ORDERS))
     if "quality" not in study:
         return
     print(f"\n{'order':>8} {'τ':>6} {'density':>9} {'PSNR':>8}")
     for r in study["quality"]:
         print(f"{r['order']:>8} {r['tau']:>6} {r['density']:>9.4f} {r['psnr']:>8.2f}")
     for r in study["psnr_at_equal_density"]:
-        print(f"at density {r['density']:.3f}: raster {r['raster']:.2f} dB, tiles {r['tiles']:.2f} dB")
+        gain, wide = _mean(r["gains"]), _interval(r["gains"])
+        print(
+            f"at density {r['density']:.3f}: {r['order']} {r['psnr']:.2f} dB, {gain:+.2f} ± {wide:.2f} beside the raster"
+        )
+
+
+def _interval(values: list[float]) -> float:
+    """Half the 95 % interval of the mean; none from one value."""
+    if len(values) < 2:
+        return math.nan
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}.get(len(values), 2.0)
+    return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from . import backbones
+from . import backbones, orders
 from .backbones import SVG2, XAttention
 from .errors import HeartError
 from .files import read_json, write_json
@@ -23,7 +23,6 @@ from .tiny import NATIVE
 log = logging.getLogger(__name__)
 
 VERSION = 1
-ORDERS = ("raster", "tiles")
 DEALS = ("order", "cost")
 PAPER_DELTA = {"xattention": 30.0, "svg2": 8.0}  # on Wan; the paper's appendix, "HEART Configurations"
 
@@ -40,7 +39,8 @@ class HeartConfig:
             default.
         reuse: when masks are predicted anew: `TMR`, `Interval`, `Warmup`, `Always`, or any object with
             `refresh`.
-        order: "raster" (tokens as the model has them) or "tiles" (blocks compact in time and space).
+        order: "raster" (tokens as the model has them), "tiles" (blocks compact in time and space), or a tile's shape for
+            every head, as `heart tune-order` finds them.
         dense_steps: denoising steps at the start that stay dense.
         dense_layers: layers at the start that stay dense.
         kernel: a kernel's name, or "auto" for the quickest that serves here.
@@ -54,7 +54,7 @@ class HeartConfig:
     backbone: Any = "xattention"
     thresholds: Any = None
     reuse: Any = None
-    order: str = "raster"
+    order: Any = "raster"
     dense_steps: int = 5
     dense_layers: int = 0
     kernel: str = "auto"
@@ -76,8 +76,7 @@ class HeartConfig:
             put("reuse", TMR(delta=PAPER_DELTA.get(self.backbone.name, 30.0)))
         if not isinstance(self.reuse, Policy):
             raise HeartError(f"reuse is {self.reuse!r}: give TMR(...), Interval(n), Warmup(n) or Always()")
-        if self.order not in ORDERS:
-            raise HeartError(f"order is {self.order!r}: it must be one of {', '.join(ORDERS)}")
+        put("order", orders.read(self.order))
         if self.deal not in DEALS:
             raise HeartError(f"deal is {self.deal!r}: it must be one of {', '.join(DEALS)}")
         for name in ("dense_steps", "dense_layers"):
@@ -97,7 +96,8 @@ class HeartConfig:
         """As plain JSON types."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["backbone"] = self.backbone.to_dict()
-        data["thresholds"] = _plain_thresholds(self.thresholds)
+        data["thresholds"] = _plain(self.thresholds)
+        data["order"] = _plain(self.order)
         data["reuse"] = _policy_to_dict(self.reuse)
         return {"_type": "HeartConfig", "_version": VERSION, "_data": data}
 
@@ -207,10 +207,10 @@ def _shape(value: Any) -> tuple[int, ...]:
     return (len(value), *_shape(value[0])) if isinstance(value, tuple) else ()
 
 
-def _plain_thresholds(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if hasattr(value, "thresholds"):
         value = _freeze_thresholds(value.thresholds)
-    return [_plain_thresholds(x) for x in value] if isinstance(value, tuple) else value
+    return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
 
 def threshold_table(thresholds: Any, transformers: int, layers: int, heads: int) -> list[list[tuple[float, ...]]]:

@@ -8,6 +8,7 @@ and head.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kernels, mask_parts, reuse, worth
+from . import kernels, mask_parts, orders, reuse, worth
 from .clock import Where
 from .config import HeartConfig, threshold_table
 from .errors import HeartError
-from .masks import Packed, Text, tile_order
+from .masks import Packed, Text
 from .stats import Laps, Recorder, Row, Stats
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,9 @@ class Engine:
         self._states: dict[tuple, LayerState] = {}
         self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
-        self._orders: dict[tuple, Tensor | None] = {}
+        self._orders = orders.Cache()
+        block = getattr(config.backbone, "block", None)
+        self._head_orders = orders.for_heads(config.order, transformers, layers, heads, block)
         self.steps: Callable[[], int | None] = lambda: None  # steps of a generation, where a pipeline tells
         self._told = not hasattr(config.thresholds, "warnings_for")
 
@@ -324,22 +327,23 @@ class Engine:
         """Masks of the refreshing heads with τ < 1, [1, n] in row-major order, and which they are, bool [B, H]."""
         assert call.refresh is not None
         at = call.where
-        order = self._order(call, state.backbone)
+        order, own = self._order(call, state.backbone)
         index = call.refresh & torch.tensor([t < 1 for t in call.tau])
         found = []
         for b in range(call.q.shape[0]):
-            for start, stop in _runs(index[b].tolist()):  # whole stretches of heads, so that q and k stay views
+            alike = [int(flag) * (1 + own[h] if own else 1) for h, flag in enumerate(index[b].tolist())]
+            for start, stop in _runs(alike):  # whole stretches of heads, so that q and k stay views
                 mask = state.backbone.predict(
                     call.q[b : b + 1, start:stop],
                     call.k[b : b + 1, start:stop],
                     list(call.tau[start:stop]),
                     state.memory,
                     call.text,
-                    order=order,
+                    order=order[own[start]] if own else order,  # type: ignore[index]
                     heads=call.heads[start:stop],
                     key=(at.layer, at.branch, at.item + b),
                 )
-                found.append(mask)
+                found.append(orders.with_own(mask, order, own[start]) if own else mask)  # type: ignore[arg-type]
         return (mask_parts.join(found) if found else None), index
 
     def _count(self, call: Call, state: LayerState) -> None:
@@ -443,29 +447,24 @@ class Engine:
                 log.warning("dense attention: %s", error)
                 self._kernels[kind] = None
 
-    def _order(self, call: Call, backbone: Any) -> Tensor | None:
-        """The permutation into tiles, video first and prompt after it; None for raster."""
-        grid, n = call.where.grid, call.q.shape[2]
-        if self.config.order != "tiles" or grid is None or not hasattr(backbone, "block"):
-            return None
-        key = (grid, n, call.text, backbone.block, call.q.device)
-        if key not in self._orders:
-            self._orders[key] = _tiles(grid, n, call.text, backbone.block, call.q.device)
-        return self._orders[key]
+    def _order(self, call: Call, backbone: Any) -> tuple[Tensor | None, list[int] | None]:
+        """The permutation of the tokens, None for raster; or several, and which of them each head takes."""
+        at, order = call.where, self.config.order
+        if order == orders.RASTER or at.grid is None or not hasattr(backbone, "block"):
+            return None, None
+        where = (tuple(at.grid), call.q.shape[2], call.text, backbone.block, call.q.device)
+        if self._head_orders is None:
+            return self._orders.one(order, *where), None
+        row = self._head_orders[at.transformer][at.layer]
+        names = [row[h] for h in call.heads]
+        if len(set(names)) == 1:
+            return None if names[0] == orders.RASTER else self._orders.one(names[0], *where), None
+        every = orders.names_in(self._head_orders)  # one table serves all layers
+        table = self._orders.several(every, *where)
+        return table, None if table is None else [every.index(name) for name in names]
 
 
 # ---------------------------------------- helpers
-
-
-def _tiles(grid: tuple[int, int, int], n: int, text: Text | None, block: int, device: Any) -> Tensor | None:
-    """Tile order of all tokens but the unused text slots."""
-    order = tile_order(grid, block)
-    video = torch.arange(n) if text is None else text.video_index(n)
-    if len(order) != len(video):
-        log.warning("raster order: a grid of %s does not hold the %d video tokens", grid, len(video))
-        return None
-    prompt = torch.arange(0) if text is None else torch.arange(text.start, text.start + text.prompt)
-    return torch.cat([video[order], prompt]).to(device)
 
 
 def seen_tokens(text: Text | None, n: int, backbone: Any, device: Any = None) -> slice | Tensor | None:
@@ -491,10 +490,10 @@ def _renew(anchor: Tensor | None, now: Tensor, refresh: Tensor) -> Tensor:
     return torch.where(chosen, now, anchor)
 
 
-def _runs(flags: list[bool]) -> list[tuple[int, int]]:
-    """Stretches of true entries as (start, stop)."""
-    edges = [i for i in range(len(flags) + 1) if (i > 0 and flags[i - 1]) != (i < len(flags) and flags[i])]
-    return list(zip(edges[::2], edges[1::2]))
+def _runs(values: list[int]) -> list[tuple[int, int]]:
+    """Stretches of equal entries other than 0, as (start, stop)."""
+    edges = [i for i in range(len(values) + 1) if i in (0, len(values)) or values[i - 1] != values[i]]
+    return [(start, stop) for start, stop in itertools.pairwise(edges) if values[start]]
 
 
 def _kind(q: Tensor, mask: Any) -> tuple:

@@ -34,7 +34,8 @@ def full_like(mask: Any, batch: int, heads: int, text: Text | None) -> BlockMask
     """
     grow = lambda x: x[:1, :1].expand(batch, heads, *x.shape[2:]).contiguous()  # noqa: E731
     if isinstance(mask, BlockMask):
-        return dataclasses.replace(mask, blocks=torch.ones_like(grow(mask.blocks)))
+        own = None if mask.order_of is None else grow(mask.order_of)
+        return dataclasses.replace(mask, blocks=torch.ones_like(grow(mask.blocks)), order_of=own)
     kept, extra = torch.ones_like(grow(mask.map)), 0 if text is None else 2
     if text is not None:  # unused slots attend only to themselves
         kept[..., -1, :-1] = False

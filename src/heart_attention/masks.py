@@ -214,8 +214,10 @@ class BlockMask(_Mask):
         block: tokens a block.
         n_q, n_k: tokens that the blocks cover.
         order: permutation of those tokens, of queries and keys alike: block row I holds the tokens
-            `order[I*block:(I+1)*block]`. None is the order in which they come.
+            `order[I*block:(I+1)*block]`. None is the order in which they come. Several permutations [S, n_q] need
+            `order_of`.
         tail: that many further tokens attend only to themselves (unused text slots at the end).
+        order_of: int8 [B, H], which of several orders each head takes.
     """
 
     blocks: Tensor
@@ -224,8 +226,11 @@ class BlockMask(_Mask):
     n_k: int
     order: Tensor | None = None
     tail: int = 0
+    order_of: Tensor | None = None
 
-    _per_head = ("blocks",)
+    @property
+    def _per_head(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("blocks",) if self.order_of is None else ("blocks", "order_of")
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.n_q < 1 or self.n_k < 1 or self.tail < 0:
@@ -243,10 +248,27 @@ class BlockMask(_Mask):
             raise HeartError(f"blocks are {self.blocks.dtype}: give bool")
         if (self.order is not None or self.tail) and self.n_q != self.n_k:
             raise HeartError(f"a token order or a tail needs as many keys as queries, not {self.n_k} and {self.n_q}")
-        if self.order is not None and tuple(self.order.shape) != (self.n_q,):
+        several = () if self.order_of is None else (-1 if self.order is None else len(self.order),)
+        if self.order is not None and tuple(self.order.shape) != (*several, self.n_q):
             raise HeartError(
-                f"an order of shape {tuple(self.order.shape)} cannot permute {self.n_q} tokens: give [{self.n_q}]"
+                f"an order of shape {tuple(self.order.shape)} cannot permute {self.n_q} tokens: give [{self.n_q}], "
+                f"or [S, {self.n_q}] with order_of"
             )
+        if self.order_of is not None:
+            self._check_order_of(several[0])
+
+    def _check_order_of(self, orders: int) -> None:
+        own = self.order_of
+        assert own is not None
+        if orders < 0 or own.dim() != 2 or (own.device.type == "cpu" and own.numel() and not _within(own, orders)):
+            raise HeartError(
+                f"order_of of shape {tuple(own.shape)} does not choose among {max(orders, 0)} orders: "
+                "give a row of order for each head, [B, H]"
+            )
+
+    def orders(self) -> Tensor | None:
+        """The order of all heads [n_q], that of each head [B, H, n_q], or None."""
+        return self.order if self.order is None or self.order_of is None else self.order[self.order_of.long()]
 
     @classmethod
     def full(
@@ -272,10 +294,14 @@ class BlockMask(_Mask):
         _refuse_large(self.shape, self.n_q + self.tail, self.n_k + self.tail)
         q = torch.arange(self.n_q, device=self.device) // self.block
         k = torch.arange(self.n_k, device=self.device) // self.block
-        if self.order is not None:
-            places = torch.empty_like(q).scatter_(0, self.order.long(), torch.arange(self.n_q, device=self.device))
-            q, k = q[places], k[places]
         tokens = self.blocks[:, :, q][..., k]
+        order = self.orders()
+        if order is not None:
+            every = torch.arange(self.n_q, device=self.device)
+            places = torch.empty_like(order, dtype=torch.int64).scatter_(-1, order.long(), every.expand(order.shape))
+            places = places.expand(*self.shape, self.n_q)  # of each token in the order of its head
+            tokens = tokens.gather(2, places[..., None].expand(tokens.shape))
+            tokens = tokens.gather(3, places[..., None, :].expand(tokens.shape))
         if self.tail:
             tokens = torch.nn.functional.pad(tokens, (0, self.tail, 0, self.tail))
             tokens[..., self.n_q :, self.n_k :] = True
@@ -351,6 +377,10 @@ class ClusterMask(_Mask):
         return self.map[b, h, self.q_labels.long().unsqueeze(-1), self.k_labels.long().unsqueeze(-2)]
 
 
+def _within(x: Tensor, count: int) -> bool:
+    return 0 <= int(x.min()) and int(x.max()) < count
+
+
 def count_labels(labels: Tensor, clusters: int) -> Tensor:
     """How many tokens carry each label: integer [..., N] -> int64 [..., C]."""
     counts = torch.zeros(*labels.shape[:-1], clusters, dtype=torch.int64, device=labels.device)
@@ -389,6 +419,11 @@ def _tile_order(grid: tuple[int, int, int], block: int) -> Tensor:
     return min(orders, key=lambda order: _spread(order, grid, block))
 
 
+def tile_order_of(grid: tuple[int, int, int], tile: tuple[int, int, int]) -> Tensor:
+    """As `tile_order`, for tiles of this shape."""
+    return _order_by_tile(tuple(int(n) for n in grid), tuple(int(n) for n in tile)).clone()  # type: ignore[arg-type]
+
+
 def _tile_shapes(grid: tuple[int, int, int], block: int) -> list[tuple[int, int, int]]:
     """The few shapes of `block` tokens that are nearest to a cube, of those that fit the grid if any does."""
     divisors = [d for d in range(1, block + 1) if block % d == 0]
@@ -399,6 +434,7 @@ def _tile_shapes(grid: tuple[int, int, int], block: int) -> list[tuple[int, int,
     return list(cut)[:TILE_SHAPES]  # type: ignore[return-value]
 
 
+@functools.lru_cache(maxsize=64)
 def _order_by_tile(grid: tuple[int, int, int], tile: tuple[int, int, int]) -> Tensor:
     """Tokens sorted by (edge or whole, tile, place in the tile); tiles are walked there and back again."""
     place = torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, 3)  # [n, 3] in raster order

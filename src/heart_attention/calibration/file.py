@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import orders
 from ..errors import HeartError
 from ..files import read_json, write_atomic
 from .error import check_weights
@@ -307,7 +308,7 @@ class Calibration:
         width: int | None = None,
         frames: int | None = None,
         grid: Sequence[int] | None = None,
-        order: str | None = None,
+        order: Any = None,
         backbone: dict[str, Any] | None = None,
     ) -> list[str]:
         """What differs from the generations this was measured on, one sentence each; empty if nothing does.
@@ -333,8 +334,11 @@ class Calibration:
                 "measured on the other schedule"
             )
         was = self.settings.get("order")
-        if order is not None and isinstance(was, str) and order != was:
-            out.append(f"calibrated in token order {was!r}, used in {order!r}: set order={was!r} or calibrate again")
+        if order is not None and was is not None and orders.read(order) != orders.read(was):
+            then, now = (o if isinstance(o, str) else "one for every head" for o in (was, order))
+            out.append(
+                f"calibrated in token order {then!r}, used in {now!r}: use the calibration's order, or calibrate again"
+            )
         if backbone is not None and backbone != self.backbone:
             mine, now = ({k: d.get(k) for k in {**self.backbone, **backbone}} for d in (self.backbone, backbone))
             told = ", ".join(f"{k} {mine[k]}, used {now[k]}" for k in mine if mine[k] != now[k])

@@ -49,7 +49,8 @@ def rows_of(mask: Any, head: int) -> tuple[list[Tensor], list[Tensor]]:
     if hasattr(mask, "blocks"):
         kept, device = mask.blocks[0, head], mask.device
         owner = torch.arange(mask.n_k, device=device) // mask.block
-        order = mask.order if mask.order is not None else torch.arange(mask.n_q, device=device)
+        order = mask.heads([head]).orders()
+        order = torch.arange(mask.n_q, device=device) if order is None else order.reshape(-1)
         queries = list(order.split(mask.block))
         keys = [order[row[owner]] for row in kept]
         if mask.tail:

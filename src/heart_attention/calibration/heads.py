@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..masks import count_labels, tile_order
+from .. import kernels, mask_parts, orders
+from ..masks import count_labels
 
 DENSE = -1  # a head's choice when it is not sparse
 
@@ -25,7 +25,7 @@ class Spec:
 
     backbone: Any
     candidates: tuple[float, ...]
-    order: str = "raster"
+    order: Any = "raster"
     kernel: str = "auto"
     scale_clusters: bool = False  # fit SVG2's cluster counts to the number of tokens, as in HeartConfig
 
@@ -78,12 +78,32 @@ class Call:
     def _predict(self, b: int, where: Any, branch: str) -> tuple[list[Any], Any]:
         q, k = self.q[b : b + 1].detach(), self.k[b : b + 1].detach()
         text = where.text[b] if where.text else None
-        order = None
-        if self.spec.order == "tiles" and where.grid is not None and hasattr(self.spec.backbone, "block"):
-            order = tile_order(where.grid, self.spec.backbone.block).to(q.device)
         key = (where.layer, branch, where.item + b)
         backbone = self.spec.backbone.scaled_to(q.shape[2]) if self.spec.scale_clusters else self.spec.backbone
-        return candidate_masks(backbone, q, k, self.spec.candidates, text, order, key)
+        row = orders.names_at(self.spec.order, where.transformer, where.layer, q.shape[1])
+        names = tuple(sorted(set(row)))
+        if names == (orders.RASTER,) or where.grid is None or not hasattr(backbone, "block"):
+            return candidate_masks(backbone, q, k, self.spec.candidates, text, None, key)
+        given = (tuple(where.grid), q.shape[2], text, backbone.block)
+        table = [orders.permutation(name, *given) for name in names]
+        if any(order is None for order in table):
+            return candidate_masks(backbone, q, k, self.spec.candidates, text, None, key)
+        every = torch.stack(table).to(q.device)  # type: ignore[arg-type]
+        if len(names) == 1:
+            return candidate_masks(backbone, q, k, self.spec.candidates, text, every[0], key)
+        return self._by_order(backbone, q, k, text, every, [names.index(name) for name in row], key)
+
+    def _by_order(self, backbone: Any, q: Tensor, k: Tensor, text: Any, table: Tensor, own: list[int], key: tuple):
+        """Heads of one order together, then all of them in their places."""
+        found, places = [], []
+        for i, order in enumerate(table):
+            heads = [h for h, x in enumerate(own) if x == i]
+            masks, full = candidate_masks(backbone, q[:, heads], k[:, heads], self.spec.candidates, text, order, key)
+            found.append([orders.with_own(mask, table, i) for mask in (*masks, full)])
+            places += heads
+        back = torch.tensor(places).argsort()
+        whole = [mask_parts.join(list(each)).heads(back) for each in zip(*found)]
+        return whole[:-1], whole[-1]
 
     def sparsity(self) -> Tensor:
         """Share of token pairs left out, float64 [K, H], the mean over the batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import orders
 from ..errors import HeartError
 from .heads import Spec
 from .work import Job
@@ -55,7 +56,7 @@ class Settings:
     held_out: tuple[str, ...] = ()
     seed: int = 0
     dense_steps: int = 5
-    order: str = "raster"
+    order: Any = "raster"
     contexts: int = 6
     held_out_contexts: int = 6
     rounds: int = 1
@@ -92,6 +93,7 @@ class Settings:
         object.__setattr__(self, "mean", self.mean or ("plain" if self.method == "probes" else "relative"))
         if self.realised is None:
             object.__setattr__(self, "realised", self.method != "probes")
+        object.__setattr__(self, "order", orders.read(self.order))
         object.__setattr__(self, "prompts", tuple(self.prompts))
         object.__setattr__(self, "held_out", tuple(self.held_out))
 

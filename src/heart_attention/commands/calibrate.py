@@ -71,7 +71,9 @@ def _register_calibrate(commands) -> None:
     add_size(what)
     what.add_argument("--guidance", type=float, help="guidance scale")
     what.add_argument("--dense-steps", type=int, help="first steps that stay dense at inference (default 5)")
-    what.add_argument("--order", choices=("raster", "tiles"), help="token order (default: the preset's)")
+    what.add_argument(
+        "--order", metavar="raster|tiles|CONFIG.json", help="token order, or a config of heart tune-order"
+    )
     where = one.add_argument_group("where it runs")
     where.add_argument("--work", metavar="DIR", help="work folder (default: F.work)")
     where.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="go on in the work folder")
@@ -192,13 +194,20 @@ def _settings(args: argparse.Namespace, pipe: Any) -> Any:
         error=args.error,
         seed=args.seed,
         dense_steps=dense,
-        order=args.order or config.order,
+        order=_order(args.order) or config.order,
         kernel=args.kernel,
         scale_clusters=config.scale_clusters,
         transformer=args.transformer,
         **{limit: budget.value},
         **{k: v for k, v in given.items() if v is not None},
     )
+
+
+def _order(given: str | None) -> Any:
+    """A token order by name, or that of a config."""
+    from ..config import HeartConfig
+
+    return HeartConfig.load(given).order if given and given.endswith(".json") else given
 
 
 def run_calibrate(args: argparse.Namespace) -> int:

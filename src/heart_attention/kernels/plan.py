@@ -102,9 +102,10 @@ def _block_parts(mask: Any) -> tuple[dict[str, Any], Tensor]:
             f"a mask of {tuple(blocks.shape[2:])} blocks does not cover {mask.n_q} x {mask.n_k} tokens in blocks of "
             f"{mask.block}: it needs {expected}"
         )
-    order = None if mask.order is None else mask.order.to(device=blocks.device, dtype=torch.int32).contiguous()
-    if order is not None:
-        _check_order(order, mask.n_q, mask.n_k)
+    if mask.order is not None:
+        for order in mask.order.reshape(-1, mask.order.shape[-1]):
+            _check_order(order, mask.n_q, mask.n_k)
+    order = None if mask.order is None else mask.orders().to(device=blocks.device, dtype=torch.int32).contiguous()
     lists = _kept_lists(blocks)
     made = dict(
         kind="block", **lists, q_starts=starts["q"], k_starts=starts["k"], q_perm=order, k_perm=order,
