@@ -9,7 +9,7 @@ import pytest
 
 from heart_attention import HeartError, cli, tiny
 
-COMMANDS = ("demo", "generate", "calibrate", "solve", "show", "compare", "ablate", "study", "tune-delta", "report",
+COMMANDS = ("demo", "generate", "calibrate", "solve", "show", "compare", "ablate", "study", "tune-delta", "tune-order", "report",
             "project", "fetch-weights", "info")  # fmt: skip
 
 

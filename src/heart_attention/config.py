@@ -336,7 +336,10 @@ def find_preset(name: str, model: Any = None) -> tuple[HeartConfig, str]:
         if found is not None and candidate.config.model == found and key.endswith(name):
             return candidate.config, ""
     kind = type(transformer).__name__ if transformer is not None else "model"
-    note = f"no preset knows this {kind}: relative δ {UNKNOWN_RELATIVE:g} and other safe values; see heart tune-delta"
+    note = (
+        f"no preset knows this {kind}: relative δ {UNKNOWN_RELATIVE:g} and other safe values; "
+        "heart tune-delta and heart tune-order find better ones"
+    )
     log.warning("%s", note)
     return HeartConfig(name, 0.9, TMR(relative=UNKNOWN_RELATIVE), scale_clusters=True), note
 

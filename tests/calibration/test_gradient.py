@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,7 @@ FAMILIES = {"wan": (wan_transformer, wan_context), "hunyuan": (hunyuan_transform
 
 
 @pytest.mark.parametrize("by", [gradient.attention_backward, gradient.torch_attention_backward])
-@pytest.mark.parametrize("case", ["block", "tiles", "tail", "cluster", "cluster text"])
+@pytest.mark.parametrize("case", ["block", "tiles", "heads", "tail", "cluster", "cluster text"])
 def test_attention_backward_equals_autograd(case, by):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
@@ -35,6 +37,9 @@ def test_attention_backward_equals_autograd(case, by):
     order = tile_order((2, 5, 7), 8) if case == "tiles" else None
     backbone = BACKBONES["svg2" if case.startswith("cluster") else "xattention"]
     mask = backbone.predict(q, k, [0.5, 0.8], text=text, order=order)
+    if case == "heads":
+        several = torch.stack([torch.arange(70), tile_order((2, 5, 7), 8)])
+        mask = replace(mask, order=several, order_of=torch.tensor([[1, 0]], dtype=torch.int8))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     w = ((leaves[0] @ leaves[1].mT) / 4).masked_fill(~mask.dense_tokens(), -torch.inf).softmax(-1)
     out = w @ leaves[2]

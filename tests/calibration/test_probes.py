@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
 
 from heart_attention.backbones import SVG2, XAttention
@@ -123,6 +124,28 @@ def test_xattention_candidates_equal_single_predictions(order):
     masks, _ = heads.candidate_masks(x, q, k, (0.3, 0.9), None, permutation, (0, "cond", 0))
     for tau, mask in zip((0.3, 0.9), masks):
         assert torch.equal(mask.blocks, x.predict(q, k, tau, order=permutation).blocks)
+
+
+def test_candidates_in_an_order_for_every_head():
+    from heart_attention.clock import Where
+    from heart_attention.masks import tile_order_of
+
+    x, taus, row = BACKBONES["xattention"], (0.3, 0.9), ("2x4x1", "raster", "1x2x4", "2x4x1")
+    q, k, v = torch.randn(3, 1, 4, 64, 16)
+    spec = heads.Spec(x, taus, order=(("raster",) * 4, row))
+    call = heads.Call(spec, Where(layer=1, layers=2, step=0, branch="cond", grid=(4, 4, 4)), "cond", q, k, v)
+    masks, full = call.masks[0]
+    assert full.density().min() == 1
+    outs = [call.run(range(4), c) for c in (0, 1)]
+    for h, name in enumerate(row):
+        order = None if name == "raster" else tile_order_of((4, 4, 4), tuple(map(int, name.split("x"))))
+        for c, tau in enumerate(taus):
+            alone = x.predict(q[:, h : h + 1], k[:, h : h + 1], tau, order=order)
+            assert torch.equal(masks[c].dense_tokens()[:, h : h + 1], alone.dense_tokens())
+            want = F.scaled_dot_product_attention(q[:, h], k[:, h], v[:, h], attn_mask=alone.dense_tokens()[:, 0])
+            torch.testing.assert_close(outs[c][:, h], want, atol=5e-6, rtol=0)
+    for n, out in enumerate(call.climb()):
+        torch.testing.assert_close(out, outs[n], atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -128,6 +128,14 @@ def test_token_order_and_unused_tail(gen):
     compare(mask, *qkv(gen, 79), scale=0.3)
 
 
+def test_an_order_for_every_head(gen):
+    several = torch.stack([torch.randperm(70, generator=gen) for _ in range(3)])
+    own = torch.tensor([[0, 2], [1, 0]], dtype=torch.int8)
+    compare(random_blocks(gen, 70, 16, order=several, order_of=own, tail=9), *qkv(gen, 79))
+    same = BlockMask(torch.ones(2, 2, 5, 5, dtype=torch.bool), 16, 70, 70, several, 0, own)
+    compare(same, *qkv(gen, 70))
+
+
 def test_clusters_with_empty_ones(gen):
     labels = [torch.randint(0, c, (2, 2, 90), generator=gen).to(torch.int16) for c in (5, 9)]
     kept = torch.rand(2, 2, 7, 10, generator=gen) < 0.5  # clusters 5, 6 and 9 stay empty

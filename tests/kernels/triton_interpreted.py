@@ -73,6 +73,15 @@ def test_blocks(n, block, d, density, tail, ordered, seed):
 
 
 @few
+@given(n=st.integers(1, 70), tail=st.integers(0, 5), seed=st.integers(0, 99))
+def test_blocks_in_an_order_for_every_head(n, tail, seed):
+    g = generator(seed)
+    several = torch.stack([torch.randperm(n, generator=g) for _ in range(2)])
+    own = torch.randint(2, (1, 2), generator=g).to(torch.int8)
+    check(random_blocks(g, n, 16, order=several, order_of=own, tail=tail), *qkv(g, n + tail, 32))
+
+
+@few
 @given(
     n=st.integers(1, 80), clustered=st.booleans(), tail=st.integers(0, 3), ordered=st.booleans(), share=st.floats(0, 1),
     seed=st.integers(0, 99),
