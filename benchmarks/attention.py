@@ -141,7 +141,7 @@ def small(args, threads: int) -> list[Row]:
                 for density in DENSITIES
             }
             case = f"N=4096 D={dim} block 64 {type_name}"
-            rows += against_dense("small blocks", case, masks, q, k, v, ["cpu"], 5 if args.quick else 15, threads)
+            rows += against_dense("small blocks", case, masks, q, k, v, ["cpu"], 5 if args.quick else 40, threads)
     return rows
 
 

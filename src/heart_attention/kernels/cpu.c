@@ -195,15 +195,15 @@ INLINE void exponentials(int vectors, float *scores, int64_t n, float c, vec *to
     for (int j = 0; j < vectors; j++) store(sum + j * VL, total[j] + part[j]);
 }
 
-/* One panel of queries, one or two vectors of them in use, against one tile of keys. */
+/* One panel of queries, one or two vectors of them in use, against one tile of keys, their first or a later one. */
 INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
-                       const struct tile *t) {
-    float factors[2 * VL];
+                       const struct tile *t, int first_tile) {
+    float room[2 * VL], *factors = first_tile ? NULL : room;
     int64_t first = panel * 2 * VL, wide = padded(a->dim);
     float c = (float)(fabs(a->scale) * 1.4426950408889634);
     vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
     scores_tile(vectors, w->queries + first * a->dim, t->kv.keys, t->key, t->n, a->dim, w->scores, top);
-    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, factors);
+    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, room);
     for (int64_t d = 0; d < a->dim; d += 2 * VL) {
         const float *values = t->kv.values + d * TILE;
         float *out = w->out + first * wide + d;
@@ -231,9 +231,9 @@ INLINE void prefetch_ends(const struct heart_attention *a, const struct task *en
         prefetch_row(&a->q, a->bf16, q + token_at(perm, a->n_q, soon->start + r) * a->q.token, a->dim);
 }
 
-/* Runs a tile; `ends` is its task if this is the last one, `soon` the task that is likely to come next. */
+/* Runs a tile, a task's first or a later one; `ends` is the task if this is the last, `soon` what is likely to come next. */
 static void run_tile(const struct heart_attention *a, struct work *w, int64_t rows, struct tile *t,
-                     const struct task *ends, const struct task *soon) {
+                     const struct task *ends, const struct task *soon, int first_tile) {
     int64_t panel = 0, panels = (rows + 2 * VL - 1) / (2 * VL);
     if (!t->n) return;
     for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
@@ -242,8 +242,8 @@ static void run_tile(const struct heart_attention *a, struct work *w, int64_t ro
     }
     for (; rows > 0; panel++, rows -= 2 * VL) {
         if (ends) prefetch_ends(a, ends, soon, panel, panels);
-        if (rows > VL) panel_tile(2, a, w, panel, least(rows, 2 * VL), t);
-        else panel_tile(1, a, w, panel, rows, t);
+        if (rows > VL) panel_tile(2, a, w, panel, least(rows, 2 * VL), t, first_tile);
+        else panel_tile(1, a, w, panel, rows, t, first_tile);
     }
 }
 
@@ -311,12 +311,12 @@ static void run_task(const struct heart_attention *a, const struct task *t, cons
                      struct work *w) {
     if (a->bf16) pack_queries(a, 1, t, w->queries);
     else pack_queries(a, 0, t, w->queries);
-    memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4);
     for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = 0;
     begin(a, t, k);
-    for (int more = 1; more;) {
+    for (int more = 1, first = 1; more; first = 0) {
         more = fill(a, t, k);
-        run_tile(a, w, t->rows, &k->tile, more ? NULL : t, soon);
+        if (!k->tile.n) memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4); /* a part without keys */
+        run_tile(a, w, t->rows, &k->tile, more ? NULL : t, soon, first);
     }
     if (a->bf16) write_rows(a, 1, t, w);
     else write_rows(a, 0, t, w);

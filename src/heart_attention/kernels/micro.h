@@ -83,7 +83,8 @@ INLINE void scores_tile(int vectors, const float *queries, const float *keys, co
     }
 }
 
-/* out[r] = out[r] * factor[r] + sum over keys i of weight[i][r] * values[at[i] ...], `columns` vectors wide. */
+/* out[r] = out[r] * factor[r] + sum over keys i of weight[i][r] * values[at[i] ...], `columns` vectors wide; without
+ * factors nothing is there yet. */
 INLINE void values_rows(int rows, int vectors, int columns, const float *weights, const float *values,
                         const int32_t *at, int64_t n, float *out, int64_t stride, const float *factors) {
     vec sum[6][2];
@@ -106,11 +107,11 @@ INLINE void values_rows(int rows, int vectors, int columns, const float *weights
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        vec factor = splat(factors[r]);
+        vec factor = splat(factors ? factors[r] : 0);
 #pragma GCC unroll 2
         for (int j = 0; j < columns; j++) {
             float *at = out + r * stride + j * VL;
-            store(at, load(at) * factor + sum[r][j]);
+            store(at, factors ? load(at) * factor + sum[r][j] : sum[r][j]);
         }
     }
 }
@@ -121,7 +122,7 @@ INLINE void values_tile(int vectors, int columns, const float *weights, const fl
     for (int64_t r = 0; r < lanes;) {
         int rows = take_rows(lanes - r);
         float *to = out + r * stride;
-        const float *w = weights + r, *f = factors + r;
+        const float *w = weights + r, *f = factors ? factors + r : NULL;
         switch (rows) {
         case 6: values_rows(6, vectors, columns, w, values, at, n, to, stride, f); break;
         case 5: values_rows(5, vectors, columns, w, values, at, n, to, stride, f); break;
