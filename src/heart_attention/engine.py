@@ -454,13 +454,13 @@ class Engine:
             return None, None
         where = (tuple(at.grid), call.q.shape[2], call.text, backbone.block, call.q.device)
         if self._head_orders is None:
-            return self._orders.one(order, *where), None
+            return self._orders.get((order,), *where), None
         row = self._head_orders[at.transformer][at.layer]
         names = [row[h] for h in call.heads]
         if len(set(names)) == 1:
-            return None if names[0] == orders.RASTER else self._orders.one(names[0], *where), None
+            return None if names[0] == orders.RASTER else self._orders.get((names[0],), *where), None
         every = orders.names_in(self._head_orders)  # one table serves all layers
-        table = self._orders.several(every, *where)
+        table = self._orders.get(every, *where)
         return table, None if table is None else [every.index(name) for name in names]
 
 

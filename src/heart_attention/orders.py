@@ -33,9 +33,7 @@ Grid = tuple[int, int, int]
 
 def read(order: Any) -> Order:
     """An order as a config holds it: a name, or nested tuples of names; anything else is refused."""
-    if isinstance(order, str):
-        if order not in (RASTER, TILES):
-            raise HeartError(f"order is {order!r}: it must be raster, tiles, or names for every head, [layers][heads]")
+    if isinstance(order, str) and order in (RASTER, TILES):
         return order
     if not isinstance(order, list | tuple) or not order:
         raise HeartError(f"order is {order!r}: it must be raster, tiles, or names for every head, [layers][heads]")
@@ -131,15 +129,10 @@ class Cache:
     def __init__(self) -> None:
         self._made: dict[tuple, Tensor | None] = {}
 
-    def one(self, name: str, grid: Grid, n: int, text: Text | None, block: int, device: Any) -> Tensor | None:
-        """The permutation of one order, [tokens]."""
-        return self._get((name,), grid, n, text, block, device)
-
-    def several(self, names: tuple[str, ...], *where: Any) -> Tensor | None:
-        """Those of several orders, [names, tokens]; arguments as of `one`."""
-        return self._get(names, *where)
-
-    def _get(self, names: tuple[str, ...], grid: Grid, n: int, text: Text | None, block: int, device: Any):
+    def get(
+        self, names: tuple[str, ...], grid: Grid, n: int, text: Text | None, block: int, device: Any
+    ) -> Tensor | None:
+        """The permutation of one order, [tokens], or those of several, [names, tokens]; None as of `permutation`."""
         key = (names, grid, n, text, block, device)
         if key not in self._made:
             rows = [permutation(name, tuple(grid), n, text, block) for name in names]

@@ -11,7 +11,7 @@ from .arguments import add_device, add_model, add_size
 
 
 def register(commands) -> None:
-    """Add the command."""
+    """Add both commands."""
     p = commands.add_parser("tune-delta", help="choose δ of temporal mask reuse from one dense generation")
     add_model(p)
     p.add_argument("--backbone", default="xattention", choices=("xattention", "svg2"))
@@ -19,14 +19,19 @@ def register(commands) -> None:
     p.add_argument("--relative", action="store_true", help="δ as a share of the anchor's norm: carries over to sizes")
     p.add_argument("--per-layer", action="store_true", help="one δ a layer")
     p.add_argument("--prompt", help="default: the embedded model's first demo prompt, or 'a video'")
+    _add_generation(p)
+    p.set_defaults(func=run)
+    _register_order(commands)
+
+
+def _add_generation(p: Any) -> None:
+    """What is generated, and where the choice goes."""
     p.add_argument("--seed", type=int, default=0)
     add_size(p)
     p.add_argument("--quick", action="store_true", help="the embedded model's small size and 12 steps")
     add_device(p)
-    p.add_argument("--out", metavar="CONFIG.json", help="write a config with the chosen δ")
-    p.add_argument("--json", action="store_true", help="print curve and choice as JSON")
-    p.set_defaults(func=run)
-    _register_order(commands)
+    p.add_argument("--out", metavar="CONFIG.json", help="write a config with what was chosen")
+    p.add_argument("--json", action="store_true", help="print what was seen and chosen as JSON")
 
 
 def _register_order(commands) -> None:
@@ -36,16 +41,11 @@ def _register_order(commands) -> None:
     p.add_argument(
         "--prompt", action="append", help="may be repeated; default: two of the embedded model's, or 'a video'"
     )
-    p.add_argument("--seed", type=int, default=0)
     p.add_argument(
         "--keep", type=float, default=1.0, help="blocks a head shall keep, of the raster's (default 1: as many)"
     )
     p.add_argument("--looks", type=int, default=3, help="sparse steps of a generation to look at (default 3)")
-    add_size(p)
-    p.add_argument("--quick", action="store_true", help="the embedded model's small size and 12 steps")
-    add_device(p)
-    p.add_argument("--out", metavar="CONFIG.json", help="write a config with the orders that were chosen")
-    p.add_argument("--json", action="store_true", help="print the choice as JSON")
+    _add_generation(p)
     p.set_defaults(func=run_order)
 
 
@@ -114,6 +114,40 @@ def _ride_along(pipe: Any, probe: Any, prompts: list[str], seed: int, call: dict
             attachment.detach()
 
 
+def as_dict(tuned: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Curve and choice as plain JSON types."""
+    from dataclasses import asdict
+
+    point = {k: v for k, v in asdict(tuned.point).items() if k != "delta"}
+    return {
+        "model": args.model,
+        "backbone": args.backbone,
+        "target_iou": args.target,
+        "relative": tuned.relative,
+        "delta": tuned.delta,
+        **point,
+        "curve": [asdict(p) for p in tuned.points],
+        "layers": None if tuned.layers is None else [asdict(p) for p in tuned.layers],
+    }
+
+
+def as_text(tuned: Any, args: argparse.Namespace) -> str:
+    """The curve as a table, the choice under it."""
+    name = "relative δ" if tuned.relative else "δ"
+    lines = [f"{name:>12} {'reuse':>8} {'IoU reused':>11} {'IoU all':>9}"]
+    for p in tuned.points:
+        mark = " <-" if p == tuned.point else ""
+        lines.append(f"{p.delta:>12.4g} {p.reuse:>8.3f} {p.iou:>11.3f} {p.iou_all:>9.3f}{mark}")
+    for layer, p in enumerate(tuned.layers or []):
+        lines.append(f"layer {layer:>3}: {name} {p.delta:.4g}, reuse {p.reuse:.3f}, IoU {p.iou:.3f}")
+    given = f"{tuned.delta:.4g}" if isinstance(tuned.delta, float) else [float(f"{x:.4g}") for x in tuned.delta]
+    form = f"TMR({'relative' if tuned.relative else 'delta'}={given})"
+    lines.append(
+        f"{form}: {tuned.point.reuse:.1%} of the masks are reused, with IoU {tuned.point.iou:.3f} (target {args.target:g})"
+    )
+    return "\n".join(lines)
+
+
 # ---------------------------------------- token order
 
 
@@ -174,38 +208,4 @@ def _order_text(tuned: Any, args: argparse.Namespace) -> str:
     )
     if args.out:
         lines.append(f'heart.enable(pipe, "{args.out}") uses it')
-    return "\n".join(lines)
-
-
-def as_dict(tuned: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Curve and choice as plain JSON types."""
-    from dataclasses import asdict
-
-    point = {k: v for k, v in asdict(tuned.point).items() if k != "delta"}
-    return {
-        "model": args.model,
-        "backbone": args.backbone,
-        "target_iou": args.target,
-        "relative": tuned.relative,
-        "delta": tuned.delta,
-        **point,
-        "curve": [asdict(p) for p in tuned.points],
-        "layers": None if tuned.layers is None else [asdict(p) for p in tuned.layers],
-    }
-
-
-def as_text(tuned: Any, args: argparse.Namespace) -> str:
-    """The curve as a table, the choice under it."""
-    name = "relative δ" if tuned.relative else "δ"
-    lines = [f"{name:>12} {'reuse':>8} {'IoU reused':>11} {'IoU all':>9}"]
-    for p in tuned.points:
-        mark = " <-" if p == tuned.point else ""
-        lines.append(f"{p.delta:>12.4g} {p.reuse:>8.3f} {p.iou:>11.3f} {p.iou_all:>9.3f}{mark}")
-    for layer, p in enumerate(tuned.layers or []):
-        lines.append(f"layer {layer:>3}: {name} {p.delta:.4g}, reuse {p.reuse:.3f}, IoU {p.iou:.3f}")
-    given = f"{tuned.delta:.4g}" if isinstance(tuned.delta, float) else [float(f"{x:.4g}") for x in tuned.delta]
-    form = f"TMR({'relative' if tuned.relative else 'delta'}={given})"
-    lines.append(
-        f"{form}: {tuned.point.reuse:.1%} of the masks are reused, with IoU {tuned.point.iou:.3f} (target {args.target:g})"
-    )
     return "\n".join(lines)
