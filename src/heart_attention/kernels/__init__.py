@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, Protocol
 
@@ -80,9 +81,14 @@ def get(name: str) -> Kernel:
     if name not in _MODULES:
         raise HeartError(f"there is no kernel {name!r}: choose one of auto, {', '.join(names())}")
     try:
-        return importlib.import_module(f".{_MODULES[name]}", __name__).KERNEL
+        return _imported(_MODULES[name])
     except (ImportError, OSError) as error:
         return _Missing(name, f"it cannot be imported ({error})")
+
+
+@functools.cache
+def _imported(module: str) -> Kernel:
+    return importlib.import_module(f".{module}", __name__).KERNEL
 
 
 def available() -> dict[str, list[str]]:
@@ -117,16 +123,17 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, 
 
 def check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:
     """Refuse tensors that the plan was not made for."""
-    for name, x in (("q", q), ("k", k), ("v", v)) + ((("out", out),) if out is not None else ()):
-        tokens = (plan.n_k if name in "kv" else plan.n_q) + plan.tail
-        expected = (*plan.shape, tokens, q.shape[-1])
-        if tuple(x.shape) != expected:
+    of_q = (*plan.shape, plan.n_q + plan.tail, q.shape[-1])
+    of_k = (*of_q[:2], plan.n_k + plan.tail, q.shape[-1])
+    dtype, device = q.dtype, q.device
+    for name, x, expected in (("q", q, of_q), ("k", k, of_k), ("v", v, of_k), ("out", out, of_q)):
+        if x is None:
+            continue
+        if x.shape != expected:
             raise HeartError(f"{name} has shape {tuple(x.shape)} but the plan and q need {expected} [B, H, N, D]")
-        if x.dtype != q.dtype or x.device != q.device:
+        if x.dtype != dtype or x.device != device:
             raise HeartError(
-                f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}: give all in one type and place"
+                f"{name} is {x.dtype} on {x.device} but q is {dtype} on {device}: give all in one type and place"
             )
-    if plan.device != q.device:
-        raise HeartError(
-            f"the plan lives on {plan.device} and q on {q.device}: move it with plan.to({str(q.device)!r})"
-        )
+    if plan.device != device:
+        raise HeartError(f"the plan lives on {plan.device} and q on {device}: move it with plan.to({str(device)!r})")

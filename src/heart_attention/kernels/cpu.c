@@ -65,12 +65,13 @@ struct work {
     float *out;      /* [ROWS][padded dim] */
     float *scores;   /* [TILE][2 VL] */
     float *max, *sum; /* [ROWS], the maximum already multiplied with the scale */
+    const struct task *ends, *soon; /* the task whose last tile this is, or NULL; what is likely to come after it */
 };
 
 static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 /* A row of values fills whole panels. */
 static int64_t padded(int64_t dim) { return round_up(dim, 2 * VL); }
-static int64_t value_at(int64_t i, int64_t wide) { return i / TILE * TILE * wide + i % TILE * 2 * VL; }
+static int32_t value_at(int32_t i, int32_t wide) { return i / TILE * TILE * wide + i % TILE * 2 * VL; }
 /* Keys in fp32 and in order are read where they are, unless their rows lie so far apart that pages run out. */
 static int keys_in_place(const struct heart_attention *a) { return !a->bf16 && !a->k_perm && a->k.token <= NEAR; }
 static int64_t keys_size(const struct heart_attention *a) {
@@ -195,29 +196,14 @@ INLINE void exponentials(int vectors, float *scores, int64_t n, float c, vec *to
     for (int j = 0; j < vectors; j++) store(sum + j * VL, total[j] + part[j]);
 }
 
-/* One panel of queries, one or two vectors of them in use, against one tile of keys, their first or a later one. */
-INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
-                       const struct tile *t, int first_tile) {
-    float room[2 * VL], *factors = first_tile ? NULL : room;
-    int64_t first = panel * 2 * VL, wide = padded(a->dim);
-    float c = (float)(fabs(a->scale) * 1.4426950408889634);
-    vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
-    scores_tile(vectors, w->queries + first * a->dim, t->kv.keys, t->key, t->n, a->dim, w->scores, top);
-    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, room);
-    for (int64_t d = 0; d < a->dim; d += 2 * VL) {
-        const float *values = t->kv.values + d * TILE;
-        float *out = w->out + first * wide + d;
-        if (a->dim - d > VL)
-            values_tile(vectors, 2, w->scores, values, t->value, t->n, lanes, out, wide, factors);
-        else
-            values_tile(vectors, 1, w->scores, values, t->value, t->n, lanes, out, wide, factors);
-    }
-}
-
-/* Asks for a share of the rows that a task will write and of the queries that the one after it reads. Inlined by force:
- * a compiler may take a function that only asks for memory for one that does nothing, and leave out its calls. */
-INLINE void prefetch_ends(const struct heart_attention *a, const struct task *ends, const struct task *soon,
-                          int64_t part, int64_t parts) {
+/* Asks for a share of the rows that the present task will write and of the queries that the next one reads: little by
+ * little, because many requests at once hold up the loads between them. Inlined by force: a compiler may take a function
+ * that only asks for memory for one that does nothing, and leave out its calls. */
+INLINE void prefetch_ends(const struct heart_attention *a, const struct work *w, int64_t panel, int64_t d) {
+    const struct task *ends = w->ends, *soon = w->soon;
+    if (!ends) return;
+    int64_t columns = padded(a->dim) / (2 * VL), part = panel * columns + d / (2 * VL);
+    int64_t parts = round_up(ends->rows, 2 * VL) / (2 * VL) * columns;
     const int32_t *perm = of_head(a->q_perm, a->own_perm, ends->head, a->n_q);
     int64_t out = head_at(a, &a->out, ends->head), size = a->bf16 ? 2 : 4;
     for (int64_t r = part * ends->rows / parts; r < (part + 1) * ends->rows / parts; r++) {
@@ -231,17 +217,34 @@ INLINE void prefetch_ends(const struct heart_attention *a, const struct task *en
         prefetch_row(&a->q, a->bf16, q + token_at(perm, a->n_q, soon->start + r) * a->q.token, a->dim);
 }
 
-/* Runs a tile, a task's first or a later one; `ends` is the task if this is the last, `soon` what is likely to come next. */
-static void run_tile(const struct heart_attention *a, struct work *w, int64_t rows, struct tile *t,
-                     const struct task *ends, const struct task *soon, int first_tile) {
-    int64_t panel = 0, panels = (rows + 2 * VL - 1) / (2 * VL);
+/* One panel of queries, one or two vectors of them in use, against one tile of keys, their first or a later one. */
+INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
+                       const struct tile *t, int first_tile) {
+    float room[2 * VL], *factors = first_tile ? NULL : room;
+    int64_t first = panel * 2 * VL, wide = padded(a->dim);
+    float c = (float)(fabs(a->scale) * 1.4426950408889634);
+    vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
+    scores_tile(vectors, w->queries + first * a->dim, t->kv.keys, t->key, t->n, a->dim, w->scores, top);
+    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, room);
+    for (int64_t d = 0; d < a->dim; d += 2 * VL) {
+        const float *values = t->kv.values + d * TILE;
+        float *out = w->out + first * wide + d;
+        prefetch_ends(a, w, panel, d);
+        if (a->dim - d > VL)
+            values_tile(vectors, 2, w->scores, values, t->value, t->n, lanes, out, wide, factors);
+        else
+            values_tile(vectors, 1, w->scores, values, t->value, t->n, lanes, out, wide, factors);
+    }
+}
+
+/* Runs a tile, a task's first or a later one. */
+static void run_tile(const struct heart_attention *a, struct work *w, int64_t rows, struct tile *t, int first_tile) {
     if (!t->n) return;
     for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
         t->key[t->n + i] = t->key[i % t->n];
         t->value[t->n + i] = t->value[i % t->n] + TILE * 2 * VL;
     }
-    for (; rows > 0; panel++, rows -= 2 * VL) {
-        if (ends) prefetch_ends(a, ends, soon, panel, panels);
+    for (int64_t panel = 0; rows > 0; panel++, rows -= 2 * VL) {
         if (rows > VL) panel_tile(2, a, w, panel, least(rows, 2 * VL), t, first_tile);
         else panel_tile(1, a, w, panel, rows, t, first_tile);
     }
@@ -269,17 +272,19 @@ static void begin(const struct heart_attention *a, const struct task *task, stru
 static int fill(const struct heart_attention *a, const struct task *task, struct walk *k) {
     struct tile *to = &k->tile;
     const int32_t *starts = of_head(a->k_starts, a->own_starts, task->head, a->k_blocks + 1);
-    int64_t wide = padded(a->dim);
+    int32_t wide = (int32_t)padded(a->dim), stride = (int32_t)to->kv.key_stride; /* narrow ones go by vectors */
     for (to->n = 0; to->n < TILE;) {
         if (k->from == k->to) {
             if (k->kept == k->kept_end) return 0;
             int32_t block = a->cols[k->kept++];
             k->from = starts[block], k->to = starts[block + 1];
         }
-        for (; k->from < k->to && to->n < TILE; k->from++, to->n++) {
-            to->key[to->n] = (int32_t)(k->from * to->kv.key_stride);
-            to->value[to->n] = (int32_t)value_at(k->from, wide);
+        int64_t count = least(k->to - k->from, TILE - to->n);
+        for (int32_t i = 0, from = (int32_t)k->from; i < (int32_t)count; i++) {
+            to->key[to->n + i] = (from + i) * stride;
+            to->value[to->n + i] = value_at(from + i, wide);
         }
+        to->n += count, k->from += count;
     }
     return k->from < k->to || k->kept < k->kept_end;
 }
@@ -313,10 +318,12 @@ static void run_task(const struct heart_attention *a, const struct task *t, cons
     else pack_queries(a, 0, t, w->queries);
     for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = 0;
     begin(a, t, k);
+    w->soon = soon;
     for (int more = 1, first = 1; more; first = 0) {
         more = fill(a, t, k);
         if (!k->tile.n) memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4); /* a part without keys */
-        run_tile(a, w, t->rows, &k->tile, more ? NULL : t, soon, first);
+        w->ends = more ? NULL : t;
+        run_tile(a, w, t->rows, &k->tile, first);
     }
     if (a->bf16) write_rows(a, 1, t, w);
     else write_rows(a, 0, t, w);

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
+import struct
 import threading
 from collections.abc import Iterator
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_char_p, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -25,22 +27,9 @@ _kept_lock = threading.Lock()
 TYPES = (torch.float32, torch.bfloat16)
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = (("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("token", c_int64))
-
-
-class _Arguments(ctypes.Structure):
-    """`struct heart_attention` of cpu.c."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("batch", "heads", "dim", "n_q", "n_k", "tail", "q_blocks", "k_blocks")),
-        *((name, _Tensor) for name in ("q", "k", "v", "out")),
-        ("lse", c_void_p),
-        *((name, c_void_p) for name in ("row_ptr", "cols", "q_starts", "k_starts", "q_perm", "k_perm")),
-        *((name, c_int64) for name in ("own_starts", "own_perm")),
-        ("scale", c_double),
-        *((name, c_int64) for name in ("bf16", "threads")),
-    )
+# `struct heart_attention` of cpu.c, packed in one go: after a long kernel every line of Python is cold, and building it
+# field by field took as long as a block of queries.
+_ARGUMENTS = struct.Struct("8q 16q q 6q 2q d 2q")
 
 
 class Cpu:
@@ -94,7 +83,7 @@ def _run(
 
 def _reasons_not_tensor(q: Tensor) -> list[str]:
     reasons = []
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         reasons.append(f"the tensors are on {q.device}, not on the CPU")
     if q.dtype not in TYPES:
         reasons.append(f"it takes float32 and bfloat16, not {str(q.dtype).removeprefix('torch.')}")
@@ -112,30 +101,30 @@ def _rows(x: Tensor, copy: bool = True) -> Tensor:
 
 def _arguments(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None
-) -> _Arguments:
-    (batch, heads), dim = plan.shape, q.shape[-1]
-    own_starts, own_perm = plan.q_starts.ndim == 3, plan.q_perm is not None and plan.q_perm.ndim == 3
-    return _Arguments(
-        batch, heads, dim, plan.n_q, plan.n_k, plan.tail,
-        plan.q_starts.shape[-1] - 1, plan.k_starts.shape[-1] - 1,
-        *(_Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)) for x in (q, k, v, out)), _pointer(lse),
-        *(_pointer(x) for x in (plan.row_ptr, plan.cols, plan.q_starts, plan.k_starts, plan.q_perm, plan.k_perm)),
-        own_starts, own_perm, 1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, threads(),
+) -> bytes:
+    dim, q_starts, q_perm = q.shape[-1], plan.q_starts, plan.q_perm
+    return _ARGUMENTS.pack(
+        *plan.counts.shape[:2], dim, plan.n_q, plan.n_k, plan.tail, q_starts.shape[-1] - 1, plan.k_starts.shape[-1] - 1,
+        q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3],
+        v.data_ptr(), *v.stride()[:3], out.data_ptr(), *out.stride()[:3], _pointer(lse),
+        plan.row_ptr.data_ptr(), plan.cols.data_ptr(), q_starts.data_ptr(), plan.k_starts.data_ptr(),
+        _pointer(q_perm), _pointer(plan.k_perm), q_starts.ndim == 3, q_perm is not None and q_perm.ndim == 3,
+        1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, threads(),
     )  # fmt: skip
 
 
-def _call(arguments: _Arguments) -> None:
+def _call(arguments: bytes) -> None:
     library = _library()
-    size = library.heart_attention_bytes(ctypes.byref(arguments))
-    with _buffer(size) as buffer:
-        if library.heart_attention(ctypes.byref(arguments), buffer.data_ptr()):
+    with _buffer(library.heart_attention_bytes(arguments)) as buffer:
+        if library.heart_attention(arguments, buffer.data_ptr()):
             raise MemoryError("no memory for the scratch space of the kernel cpu")
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
     library = build.load()
-    library.heart_attention_bytes.restype = c_int64
-    library.heart_attention.argtypes = (c_void_p, c_void_p)
+    library.heart_attention_bytes.argtypes, library.heart_attention_bytes.restype = (c_char_p,), c_int64
+    library.heart_attention.argtypes = (c_char_p, c_void_p)
     return library
 
 
@@ -155,8 +144,8 @@ def _buffer(size: int) -> Iterator[Tensor]:
             _kept_lock.release()
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def threads() -> int:

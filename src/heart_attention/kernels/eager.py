@@ -67,10 +67,19 @@ def _block_of_token(plan: Plan, side: str, b: int, h: int) -> Tensor:
     return torch.empty_like(block).scatter_(0, perm.long(), block)
 
 
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """q kᵀ, [Nq, Nk], in parts of 64 dimensions: the rounding error of one long sum grows with its length."""
+    first, *rest = zip(q.split(64, dim=-1), k.split(64, dim=-1))
+    total = first[0] @ first[1].T
+    for a, b in rest:
+        total.addmm_(a, b.T)
+    return total
+
+
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """softmax(q kᵀ · scale over the mask) v of one head in fp32; q [Nq, D], k and v [Nk, D], mask [Nq, Nk]."""
     q, k, v = q.float(), k.float(), v.float()
-    weights = ((q @ k.T) * scale).masked_fill_(~mask, -torch.inf).softmax(dim=-1)
+    weights = (products(q, k) * scale).masked_fill_(~mask, -torch.inf).softmax(dim=-1)
     broken = (~v.isfinite()).any(dim=-1).nonzero().view(-1)
     out = weights @ v.index_fill(0, broken, 0.0)
     for j in broken.tolist():  # 0 · NaN is NaN, so a broken value must be added only where it is attended to

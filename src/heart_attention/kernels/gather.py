@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .eager import products
 from .plan import Plan, make_plan
 
 # Query rows handled at once: a larger cluster is cut, so that its scores stay in cache.
@@ -100,7 +101,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], scale=scale)[0, 0]
     # Two plain products are quicker here than SDPA, which cuts so few query rows too finely.
-    scores = (q * scale) @ k.T
+    scores = products(q * scale, k)
     if scores.requires_grad:
         return scores.softmax(dim=-1) @ v
     torch.softmax(scores, dim=-1, out=scores)  # in place: a fresh matrix each time costs more than the softmax

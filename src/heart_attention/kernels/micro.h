@@ -59,7 +59,7 @@ INLINE void scores_rows(int rows, int vectors, const float *queries, const float
                         float *scores, vec *top) {
     int64_t first = 0;
     do {
-        int64_t last = first + 128 < dim ? first + 128 : dim;
+        int64_t last = first + 64 < dim ? first + 64 : dim;
         scores_rows_part(rows, vectors, queries, keys, at, dim, first, last, scores, top);
         first = last;
     } while (first < dim);
