@@ -174,9 +174,10 @@ def test_each_head_predicts_and_attends_in_its_order(text):
     for h, (name, tau) in enumerate(zip(ROW, (0.5, 0.6, 0.7, 1.0, 0.8))):
         order = orders.permutation(name, grid, N, text, 16)
         part = [x[:, h : h + 1, order] for x in (q, k, v)]
-        want = torch.empty_like(out[:, h : h + 1])
-        want[:, :, order] = kernels.run(kernels.plan("eager", X.predict(part[0], part[1], tau)), *part)
-        torch.testing.assert_close(out[:, h : h + 1, :used], want[:, :, :used], rtol=0, atol=2e-6)
+        kept = X.predict(part[0], part[1], tau).dense_tokens()
+        want = torch.empty_like(out[:, h : h + 1], dtype=torch.float64)
+        want[:, :, order] = sdpa(*(x.double() for x in part), kept)
+        assert (out[:, h : h + 1, :used] - want[:, :, :used]).abs().max() <= 1.5 * 2e-6  # values of scale 1.5
 
 
 def test_all_raster_is_raster_bit_for_bit_and_reuse_keeps_orders():

@@ -70,7 +70,8 @@ def top_p(
     what τ is a share of (None: the row's own sum), and the first `at_least` positions always stay. A row
     with NaN is kept whole: nothing can be said about it, and dense attention would see all of it.
     """
-    values, places = torch.sort(scores.to(dtype), dim=-1, descending=True, stable=True)
+    values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
+    values = values.to(dtype)  # after sorting, which is quicker in the scores' own type
     before = torch.nn.functional.pad(values.cumsum(-1)[..., :-1], (1, 0))  # [..., M] sum of what comes earlier
     tau = torch.as_tensor(thresholds, dtype=dtype, device=scores.device)
     need = (tau * (values.sum(-1) if total is None else total)).unsqueeze(-1)  # [..., 1]

@@ -38,22 +38,69 @@ typedef struct {
     int bf16;
 } tokens;
 
-/* Token `t` as floats, in `space` if it must be converted; NULL for padding. */
-INLINE const float *token(const tokens *x, int64_t t, float *space) {
-    if (t >= x->count) return NULL;
-    int64_t at = (x->order ? x->order[t] : t) * x->stride;
-    if (!x->bf16) return (const float *)x->data + at;
-    const uint16_t *from = (const uint16_t *)x->data + at;
-    for (int64_t d = 0; d < x->width; d++) space[d] = from_bf16(from[d]);
-    return space;
+#define NO_TOKEN -1 /* padding, which is zero */
+
+/* Where token `t` begins, in elements. */
+INLINE int64_t token_at(const tokens *x, int64_t t) {
+    return t < x->count ? (x->order ? x->order[t] : t) * x->stride : NO_TOKEN;
 }
+
+INLINE const char *address(const tokens *x, int64_t at) { return (const char *)x->data + at * (x->bf16 ? 2 : 4); }
 
 /* Ask for token `t` early: tokens of one head lie apart, and the machine does not foresee the jump. */
 INLINE void prefetch(const tokens *x, int64_t t) {
-    if (t >= x->count) return;
-    int64_t at = (x->order ? x->order[t] : t) * x->stride;
-    int size = x->bf16 ? 2 : 4;
-    for (int64_t b = 0; b < x->width * size; b += 64) __builtin_prefetch((const char *)x->data + at * size + b);
+    int64_t at = token_at(x, t);
+    if (at == NO_TOKEN) return;
+    for (int64_t b = 0; b < x->width * (x->bf16 ? 2 : 4); b += 64) __builtin_prefetch(address(x, at) + b);
+}
+
+INLINE float read_one(const tokens *x, int bf16, int64_t at, int64_t d) {
+    if (at == NO_TOKEN) return 0;
+    return bf16 ? from_bf16(((const uint16_t *)x->data)[at + d]) : ((const float *)x->data)[at + d];
+}
+
+INLINE vec read_vec(const tokens *x, int bf16, int64_t at, int64_t d) {
+    if (at == NO_TOKEN) return splat(0);
+    return bf16 ? load_bf16((const uint16_t *)x->data + at + d) : load((const float *)x->data + at + d);
+}
+
+/* Token `r` of `lanes` groups of `s` tokens from `first` on: where they begin. */
+INLINE void find_tokens(const tokens *x, int64_t first, int64_t s, int64_t r, int lanes, int64_t *at) {
+    for (int i = 0; i < lanes; i++) at[i] = token_at(x, (first + i) * s + r);
+}
+
+/* The numbers d .. width of some tokens side by side into a panel whose rows are `wide`. */
+INLINE void pack_rest(const tokens *x, int bf16, const int64_t *at, int lanes, int64_t d, float *panel, int wide) {
+    for (; d < x->width; d++)
+        for (int i = 0; i < lanes; i++) panel[d * wide + i] = read_one(x, bf16, at[i], d);
+}
+
+/* VL tokens into columns of a panel [width][COLS]; those that come `next` are asked for. */
+INLINE void pack_columns(const tokens *x, int bf16, const int64_t *at, const int64_t *next, float *panel) {
+    int64_t d = 0;
+    for (; d + VL <= x->width; d += VL) {
+        vec square[VL];
+        for (int i = 0; i < VL; i++) {
+            square[i] = read_vec(x, bf16, at[i], d);
+            __builtin_prefetch(address(x, next[i] + d), 0, 2);
+        }
+        transpose(square);
+        for (int i = 0; i < VL; i++) store(panel + (d + i) * COLS, square[i]);
+    }
+    pack_rest(x, bf16, at, VL, d, panel, COLS);
+}
+
+/* Groups first .. first+COLS of `s` tokens into a panel [s · width][COLS], the tokens of a group last first. */
+static void pack_keys(const tokens *x, int64_t first, int64_t s, float *panel) {
+    for (int64_t lane = 0; lane < COLS; lane += VL)
+        for (int64_t r = 0; r < s; r++) {
+            int64_t at[VL], next[VL];
+            find_tokens(x, first + lane, s, r, VL, at);
+            find_tokens(x, first + lane, s, r + 1, VL, next);
+            float *to = panel + (s - 1 - r) * x->width * COLS + lane;
+            if (x->bf16) pack_columns(x, 1, at, next, to);
+            else pack_columns(x, 0, at, next, to);
+        }
 }
 
 #ifdef __has_builtin
@@ -62,59 +109,68 @@ INLINE void prefetch(const tokens *x, int64_t t) {
 #endif
 #endif
 
-/* Four rows' next four numbers, turned, into panel rows `lanes` apart. */
-INLINE void turn(const float *const *from, int64_t d, float *panel, int lanes) {
 #ifdef SHUFFLE
-    typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
-    four a = *(const four *)(from[0] + d), b = *(const four *)(from[1] + d);
-    four c = *(const four *)(from[2] + d), e = *(const four *)(from[3] + d);
-    four ab = SHUFFLE(a, b, 0, 4, 1, 5), ce = SHUFFLE(c, e, 0, 4, 1, 5);
-    four AB = SHUFFLE(a, b, 2, 6, 3, 7), CE = SHUFFLE(c, e, 2, 6, 3, 7);
-    *(four *)(panel) = SHUFFLE(ab, ce, 0, 1, 4, 5);
-    *(four *)(panel + lanes) = SHUFFLE(ab, ce, 2, 3, 6, 7);
-    *(four *)(panel + 2 * lanes) = SHUFFLE(AB, CE, 0, 1, 4, 5);
-    *(four *)(panel + 3 * lanes) = SHUFFLE(AB, CE, 2, 3, 6, 7);
-#else
-    for (int i = 0; i < 4; i++)
-        for (int lane = 0; lane < 4; lane++) panel[i * lanes + lane] = from[lane][d + i];
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float two __attribute__((vector_size(8), aligned(4), may_alias));
+typedef uint32_t four_bits __attribute__((vector_size(16)));
+typedef uint16_t four_halves __attribute__((vector_size(8), aligned(2), may_alias));
+
+INLINE four read_four(const tokens *x, int bf16, int64_t at, int64_t d) {
+    if (at == NO_TOKEN) return (four){0};
+    if (!bf16) return *(const four *)((const float *)x->data + at + d);
+    four_halves bits = *(const four_halves *)((const uint16_t *)x->data + at + d);
+    return (four)(__builtin_convertvector(bits, four_bits) << 16);
+}
 #endif
+
+/* ROWS tokens into a panel [width][ROWS]. */
+INLINE void pack_rows(const tokens *x, int bf16, const int64_t *at, float *panel) {
+    int64_t d = 0;
+#ifdef SHUFFLE
+    for (; d + 4 <= x->width; d += 4) { /* four rows' next four numbers, turned, and two rows' */
+        float *to = panel + d * ROWS;
+        four a = read_four(x, bf16, at[0], d), b = read_four(x, bf16, at[1], d);
+        four c = read_four(x, bf16, at[2], d), e = read_four(x, bf16, at[3], d);
+        four f = read_four(x, bf16, at[4], d), g = read_four(x, bf16, at[5], d);
+        four ab = SHUFFLE(a, b, 0, 4, 1, 5), ce = SHUFFLE(c, e, 0, 4, 1, 5), fg = SHUFFLE(f, g, 0, 4, 1, 5);
+        four AB = SHUFFLE(a, b, 2, 6, 3, 7), CE = SHUFFLE(c, e, 2, 6, 3, 7), FG = SHUFFLE(f, g, 2, 6, 3, 7);
+        *(four *)(to) = SHUFFLE(ab, ce, 0, 1, 4, 5);
+        *(two *)(to + 4) = SHUFFLE(fg, fg, 0, 1);
+        *(four *)(to + ROWS) = SHUFFLE(ab, ce, 2, 3, 6, 7);
+        *(two *)(to + ROWS + 4) = SHUFFLE(fg, fg, 2, 3);
+        *(four *)(to + 2 * ROWS) = SHUFFLE(AB, CE, 0, 1, 4, 5);
+        *(two *)(to + 2 * ROWS + 4) = SHUFFLE(FG, FG, 0, 1);
+        *(four *)(to + 3 * ROWS) = SHUFFLE(AB, CE, 2, 3, 6, 7);
+        *(two *)(to + 3 * ROWS + 4) = SHUFFLE(FG, FG, 2, 3);
+    }
+#endif
+    pack_rest(x, bf16, at, ROWS, d, panel, ROWS);
 }
 
-/* `count` (at most 4) rows of numbers side by side into columns of a panel [width][lanes]. */
-INLINE void interleave(const float *const *from, int count, int64_t width, float *panel, int lanes) {
-    int64_t turned = count == 4 ? width / 4 * 4 : 0;
-    for (int64_t d = 0; d < turned; d += 4) turn(from, d, panel + d * lanes, lanes);
-    for (int i = 0; i < count; i++)
-        for (int64_t d = turned; d < width; d++) panel[d * lanes + i] = from[i][d];
-}
-
-/* Groups first .. first+lanes of `s` tokens into a panel [s · width][lanes]; reversed within the group for keys.
- * Four groups at a time and each to its end, because a group lies in one piece of memory.
- * `space` holds 5 tokens, the last of them zeros. */
-INLINE void pack_groups(const tokens *x, int64_t first, int64_t s, int reverse, float *panel, int lanes, float *space) {
-    const float *nothing = space + 4 * x->width;
-    for (int lane = 0; lane < lanes; lane += 4) {
-        int count = lanes - lane < 4 ? lanes - lane : 4;
-        for (int64_t r = 0; r < s; r++) {
-            const float *from[4];
-            for (int i = 0; i < count; i++) {
-                from[i] = token(x, (first + lane + i) * s + r, space + i * x->width);
-                if (!from[i]) from[i] = nothing;
-            }
-            for (int i = 0; i < count; i++) prefetch(x, (first + lane + i) * s + r + 1);
-            int64_t place = reverse ? s - 1 - r : r;
-            interleave(from, count, x->width, panel + place * x->width * lanes + lane, lanes);
-        }
+/* Groups first .. first+ROWS of `s` tokens into a panel [s · width][ROWS]. */
+static void pack_queries(const tokens *x, int64_t first, int64_t s, float *panel) {
+    for (int64_t r = 0; r < s; r++, panel += x->width * ROWS) {
+        int64_t at[ROWS];
+        find_tokens(x, first, s, r, ROWS, at);
+        for (int i = 0; i < ROWS; i++) prefetch(x, (first + ROWS + i) * s + r); /* the next panel's */
+        if (x->bf16) pack_rows(x, 1, at, panel);
+        else pack_rows(x, 0, at, panel);
     }
 }
 
-static float *packing_space(int64_t width) {
-    float *space = allocate(5 * width);
-    if (space) memset(space + 4 * width, 0, (size_t)width * 4);
-    return space;
-}
-
 /* ---- XAttention ---------------------------------------------------------------------------------------- */
+
+/* One tile of logits: `part` terms of it. Not inlined: its inner loop wants all registers. */
+static __attribute__((noinline)) void add_tile(const float *queries, const float *keys, int64_t part, int first,
+                                               float *logits, int64_t ld) {
+    vec acc[ROWS][2];
+    multiply(queries, keys, part, acc);
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < 2; c++) {
+            float *sum = logits + r * ld + c * VL;
+            store(sum, first ? acc[r][c] : load(sum) + acc[r][c]);
+        }
+}
 
 /* logits [rows][ld] = queries · keys for whole panels, some columns at a time so that sums stay in the second cache. */
 static void all_logits(const float *queries, const float *keys, int64_t rows, int64_t cols, int64_t depth,
@@ -124,17 +180,11 @@ static void all_logits(const float *queries, const float *keys, int64_t rows, in
             int64_t part = depth - p < DEPTH ? depth - p : DEPTH, to = from + WIDE < cols ? from + WIDE : cols;
             for (int64_t j = from; j < to; j += COLS)
                 for (int64_t i = 0; i < rows; i += ROWS) {
-                    vec acc[ROWS][2];
                     const float *panel = keys + j * depth + p * COLS; /* the next one is asked for meanwhile */
                     const float *next = panel + COLS * depth + part * COLS * i / rows;
                     for (int64_t ahead = 0; ahead < part * COLS * ROWS / rows; ahead += 16)
                         __builtin_prefetch(next + ahead, 0, 2);
-                    multiply(queries + i * depth + p * ROWS, panel, part, acc);
-                    for (int r = 0; r < ROWS; r++)
-                        for (int c = 0; c < 2; c++) {
-                            float *sum = logits + (i + r) * ld + j + c * VL;
-                            store(sum, p ? load(sum) + acc[r][c] : acc[r][c]);
-                        }
+                    add_tile(queries + i * depth + p * ROWS, panel, part, !p, logits + i * ld + j, ld);
                 }
         }
 }
@@ -142,7 +192,7 @@ static void all_logits(const float *queries, const float *keys, int64_t rows, in
 /* What all heads of a call share: sizes, and one thread's space. */
 typedef struct {
     int64_t s, per_block, blocks, visible, depth, cols, ld, chunk;
-    float scale, *space, *sums, *queries, *logits;
+    float scale, *sums, *queries, *logits;
 } scorer;
 
 /* x to 2^((x - most) scale), n numbers, whole vectors of them. */
@@ -182,8 +232,7 @@ static void add_row(const scorer *at, float *x, float *out) {
 
 /* Scores of the query groups start .. start+rows of one head. */
 static void score_rows(const scorer *at, const tokens *x, const float *keys, int64_t start, int64_t rows, float *out) {
-    for (int64_t i = 0; i < rows; i += ROWS)
-        pack_groups(x, start + i, at->s, 0, at->queries + i * at->depth, ROWS, at->space);
+    for (int64_t i = 0; i < rows; i += ROWS) pack_queries(x, start + i, at->s, at->queries + i * at->depth);
     all_logits(at->queries, keys, round_up(rows, ROWS), at->cols, at->depth, at->logits, at->ld);
     for (int64_t i = 0; i < rows; i++) {
         float *to = out + (start + i) / at->per_block * at->blocks;
@@ -201,7 +250,7 @@ int heart_block_scores(int64_t heads, const void *const *q, const void *const *k
     int64_t depth = s * width, cols = round_up(visible, COLS);
     /* Rows a power of two apart would share the same few places of the caches: one more vector keeps them apart. */
     scorer shared = {s, per_block, blocks, visible, depth, cols, cols + 16, round_up(CHUNK_ROWS, per_block),
-                     (float)(1.4426950408889634 / ((double)s * sqrt((double)width))), 0, 0, 0, 0};
+                     (float)(1.4426950408889634 / ((double)s * sqrt((double)width))), 0, 0, 0};
     int64_t groups = (n_q + s - 1) / s, padded = round_up(shared.chunk, ROWS);
     float *panels = allocate(shared.cols * depth);
     int failed = panels == NULL;
@@ -209,9 +258,8 @@ int heart_block_scores(int64_t heads, const void *const *q, const void *const *k
 #pragma omp parallel num_threads(threads)
     {
         scorer at = shared;
-        at.space = packing_space(width), at.sums = allocate(blocks);
-        at.queries = allocate(padded * depth), at.logits = allocate(padded * at.ld);
-        if (!at.space || !at.sums || !at.queries || !at.logits) {
+        at.sums = allocate(blocks), at.queries = allocate(padded * depth), at.logits = allocate(padded * at.ld);
+        if (!at.sums || !at.queries || !at.logits) {
 #pragma omp atomic write
             failed = 1;
         }
@@ -220,13 +268,11 @@ int heart_block_scores(int64_t heads, const void *const *q, const void *const *k
             tokens queries = {q[h], n_q, width, q_stride, order, bf16};
             tokens keys = {k[h], n_k, width, k_stride, order, bf16};
 #pragma omp for schedule(dynamic)
-            for (int64_t j = 0; j < at.cols; j += COLS)
-                pack_groups(&keys, j, s, 1, panels + j * depth, COLS, at.space);
+            for (int64_t j = 0; j < at.cols; j += COLS) pack_keys(&keys, j, s, panels + j * depth);
 #pragma omp for schedule(dynamic)
             for (int64_t start = 0; start < groups; start += at.chunk)
                 score_rows(&at, &queries, panels, start, groups - start < at.chunk ? groups - start : at.chunk, out[h]);
         }
-        free(at.space);
         free(at.sums);
         free(at.queries);
         free(at.logits);
@@ -286,27 +332,23 @@ int heart_nearest(const float *x, int64_t n, int64_t width, int64_t stride, cons
         for (int64_t j = 0; j < cols; j++) bounds[j] = j < count ? norms[j] : INFINITY; /* padding is never nearest */
 #pragma omp parallel num_threads(threads)
         {
-            float *space = packing_space(width), *rows = allocate(TOKEN_ROWS * width);
-            float *values = allocate(TOKEN_ROWS * VL);
+            float *rows = allocate(TOKEN_ROWS * width), *values = allocate(TOKEN_ROWS * VL);
             int32_t *places = (int32_t *)allocate(TOKEN_ROWS * VL);
-            if (!space || !rows || !values || !places) {
+            if (!rows || !values || !places) {
 #pragma omp atomic write
                 failed = 1;
             }
 #pragma omp barrier
             if (!failed) {
 #pragma omp for schedule(static)
-                for (int64_t j = 0; j < cols; j += COLS)
-                    pack_groups(&middles, j, 1, 0, panels + j * width, COLS, space);
+                for (int64_t j = 0; j < cols; j += COLS) pack_keys(&middles, j, 1, panels + j * width);
 #pragma omp for schedule(dynamic, 4)
                 for (int64_t start = 0; start < n; start += TOKEN_ROWS) {
                     int64_t part = n - start < TOKEN_ROWS ? n - start : TOKEN_ROWS;
-                    for (int64_t i = 0; i < part; i += ROWS)
-                        pack_groups(&from, start + i, 1, 0, rows + i * width, ROWS, space);
+                    for (int64_t i = 0; i < part; i += ROWS) pack_queries(&from, start + i, 1, rows + i * width);
                     nearest(rows, panels, bounds, count, width, part, values, places, labels + start);
                 }
             }
-            free(space);
             free(rows);
             free(values);
             free(places);

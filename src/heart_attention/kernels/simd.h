@@ -100,7 +100,30 @@ INLINE vec load_bf16(const uint16_t *p) {
 
 /* A square of VL x VL numbers. */
 INLINE void transpose(vec *rows) {
-#if VL == 8 && defined(__AVX__)
+#if VL == 16 && defined(__AVX512F__)
+    vec a[16], b[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) { /* pairs of numbers, then fours, inside each quarter of a vector */
+        a[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            b[i + 2 * j] = _mm512_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+            b[i + 2 * j + 1] = _mm512_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* then the quarters */
+        vec low = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), low2 = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+        vec high = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd), high2 = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+        rows[i] = _mm512_shuffle_f32x4(low, low2, 0x88);
+        rows[i + 8] = _mm512_shuffle_f32x4(low, low2, 0xdd);
+        rows[i + 4] = _mm512_shuffle_f32x4(high, high2, 0x88);
+        rows[i + 12] = _mm512_shuffle_f32x4(high, high2, 0xdd);
+    }
+#elif VL == 8 && defined(__AVX__)
     __m256 a[8], b[8];
     for (int i = 0; i < 4; i++) {
         a[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
