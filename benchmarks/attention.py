@@ -64,11 +64,12 @@ def inputs(heads: int, n: int, dim: int, dtype: torch.dtype) -> list[torch.Tenso
 
 
 def random_rows(heads: int, m: int, density: float) -> torch.Tensor:
-    """The same number of kept blocks in every row, anywhere, the first always."""
-    keep = max(1, round(density * m))
+    """Kept blocks anywhere, the first always; some rows have one more than others, so that the density is met."""
+    keep, more = divmod(round(density * m * m), m)
     scores = torch.rand(1, heads, m, m)
     scores[..., 0] = 2
-    return torch.zeros(1, heads, m, m, dtype=torch.bool).scatter_(3, scores.topk(keep, dim=-1).indices, True)
+    rank = scores.argsort(dim=-1, descending=True).argsort(dim=-1)
+    return rank < (keep + (torch.arange(m) * more % m < more).long())[:, None]
 
 
 def banded_rows(heads: int, m: int, density: float) -> torch.Tensor:

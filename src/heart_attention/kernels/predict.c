@@ -47,11 +47,12 @@ INLINE int64_t token_at(const tokens *x, int64_t t) {
 
 INLINE const char *address(const tokens *x, int64_t at) { return (const char *)x->data + at * (x->bf16 ? 2 : 4); }
 
-/* Ask for token `t` early: tokens of one head lie apart, and the machine does not foresee the jump. */
+/* Ask for token `t` early: tokens of one head lie apart, and the machine does not foresee the jump. Into the second
+ * cache: places of the first are few for tokens that lie powers of two apart. */
 INLINE void prefetch(const tokens *x, int64_t t) {
     int64_t at = token_at(x, t);
     if (at == NO_TOKEN) return;
-    for (int64_t b = 0; b < x->width * (x->bf16 ? 2 : 4); b += 64) __builtin_prefetch(address(x, at) + b);
+    for (int64_t b = 0; b < x->width * (x->bf16 ? 2 : 4); b += 64) __builtin_prefetch(address(x, at) + b, 0, 2);
 }
 
 INLINE float read_one(const tokens *x, int bf16, int64_t at, int64_t d) {
@@ -96,7 +97,7 @@ static void pack_keys(const tokens *x, int64_t first, int64_t s, float *panel) {
         for (int64_t r = 0; r < s; r++) {
             int64_t at[VL], next[VL];
             find_tokens(x, first + lane, s, r, VL, at);
-            find_tokens(x, first + lane, s, r + 1, VL, next);
+            find_tokens(x, first + lane + VL, s, r, VL, next);
             float *to = panel + (s - 1 - r) * x->width * COLS + lane;
             if (x->bf16) pack_columns(x, 1, at, next, to);
             else pack_columns(x, 0, at, next, to);
