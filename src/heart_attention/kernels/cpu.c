@@ -109,10 +109,11 @@ INLINE vec read_vec(const struct tensor *x, int bf16, int64_t offset) {
     return bf16 ? load_bf16((const uint16_t *)x->data + offset) : load((const float *)x->data + offset);
 }
 
-/* Asks for a row that will be read soon: rows lie far apart, so the machine does not guess it. */
+/* Asks for a row that will be read soon: rows lie far apart, so the machine does not guess it. Into the second cache:
+ * places of the first are few for rows that lie powers of two apart. */
 INLINE void prefetch_row(const struct tensor *x, int bf16, int64_t offset, int64_t dim) {
     int64_t size = bf16 ? 2 : 4;
-    for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)x->data + offset * size + i);
+    for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)x->data + offset * size + i, 0, 2);
 }
 
 INLINE float read_one(const struct tensor *x, int bf16, int64_t offset) {
