@@ -61,7 +61,7 @@ class Case:
     dtype: str
     types: dict[str, str]
     constants: dict[str, Any]
-    launch: Callable[[str], dict[str, int]]  # target -> num_warps, num_stages
+    launch: Callable[[str], dict[str, Any]]  # target -> num_warps, num_stages and other options
     per_target: Callable[[str], dict[str, Any]] = lambda target: {}  # constants that depend on the target
 
 
@@ -120,7 +120,7 @@ def attention_case(d: int, dtype: str, name: str, block: int, gathered: bool, su
         f"attention, {name}", "attention", "attention", d, dtype, {**pointers, **lists, "scale_log2": "fp32"},
         {"D": d, "D_PAD": d, "BLOCK": block, "RUN": attention.RUN, "PERM": gathered, "LSE": sums,
          "PRECISION": attention.PRECISION},
-        lambda target: {"num_warps": config(target).warps, "num_stages": config(target).stages},
+        lambda target: attention.launch_options(config(target).warps, config(target).stages),
         lambda target: {"BLOCK_M": config(target).block_m, "BLOCK_N": config(target).block_n},
     )  # fmt: skip
 

@@ -40,6 +40,14 @@ class Config:
     stages: int
 
 
+def launch_options(warps: int, stages: int) -> dict[str, Any]:
+    """What a launch says besides its arguments.
+
+    Products and sums may fuse: Triton's default from version 3.10 on is that they do not, which costs speed.
+    """
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
 def interpreted() -> bool:
     """True when Triton runs kernels in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -259,7 +267,7 @@ def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: floa
         _perm_step(plan.q_perm), _perm_step(plan.k_perm), q.shape[1], plan.n_k, q.shape[2], scale * LOG2E,
         D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=plan.q_perm is not None, LSE=lse is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=PRECISION,
-        num_warps=config.warps, num_stages=config.stages,
+        **launch_options(config.warps, config.stages),
     )  # fmt: skip
 
 

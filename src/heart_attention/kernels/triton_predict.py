@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .triton_attention import DTYPES, HEAD_SIZE_LIMIT, KERNEL, LOG2E, interpreted
+from .triton_attention import DTYPES, HEAD_SIZE_LIMIT, KERNEL, LOG2E, interpreted, launch_options
 
 log = logging.getLogger(__name__)
 
@@ -148,19 +148,19 @@ def feature_step(itemsize: int) -> int:
     return 32 if itemsize == 4 else 64
 
 
-def score_launch(itemsize: int) -> dict[str, int]:
-    """Warps and stages of the scoring kernel."""
-    return {"num_warps": 8 if itemsize == 4 else 4, "num_stages": 2 if itemsize == 4 else 3}
+def score_launch(itemsize: int) -> dict[str, Any]:
+    """Launch figures of the scoring kernel."""
+    return launch_options(8, 2) if itemsize == 4 else launch_options(4, 3)
 
 
-def assign_launch() -> dict[str, int]:
-    """Warps and stages of the assignment kernel."""
-    return {"num_warps": 4, "num_stages": 1}
+def assign_launch() -> dict[str, Any]:
+    """Launch figures of the assignment kernel."""
+    return launch_options(4, 1)
 
 
-def reduce_launch() -> dict[str, int]:
-    """Warps and stages of the kernels that only add up."""
-    return {"num_warps": 4, "num_stages": 2}
+def reduce_launch() -> dict[str, Any]:
+    """Launch figures of the kernels that only add up."""
+    return launch_options(4, 2)
 
 
 def centroid_parts(centroids: Tensor, dtype: torch.dtype) -> Tensor:
