@@ -10,7 +10,7 @@
 
 #define ROWS 6
 #define COLS (2 * VL)
-#define DEPTH 256     /* terms of a dot product at a time: a panel slice of both operands stays in the first cache */
+#define DEPTH 256     /* terms of a dot product at a time: a panel slice of both operands stays in the nearest caches */
 #define WIDE 256      /* columns of scores at a time: a multiple of COLS */
 #define CHUNK_ROWS 96 /* rows of scores that exist at once, about */
 
