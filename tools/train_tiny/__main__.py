@@ -25,10 +25,10 @@ def smoke() -> dict:
         pipe.set_progress_bar_config(disable=True)
         call = {**tiny.QUICK, "height": 32, "width": 32, "num_frames": 3, "num_inference_steps": 2}
         prompts = tiny.prompts("heldout")[:2]
-        rates, clips = evaluate.score(pipe, prompts, prompts, call)
+        found, clips = evaluate.score(pipe, prompts, prompts, call)
         evaluate.contact_sheet(clips, prompts, Path(folder) / "sheet.png")
         density = evaluate.measure_density(pipe, prompts[:1], call, warmup=0)
-        return {"steps": trainer.step, "shape": list(clips[0].shape), "rates": rates, "density": density}
+        return {"steps": trainer.step, "shape": list(clips[0].shape), "rates": found, "density": density}
 
 
 def full(folder: Path, seed: int, threads: int) -> None:

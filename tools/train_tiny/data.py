@@ -12,11 +12,14 @@ light (a canvas has edges, and heads notice them), and with it every token knows
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from heart_attention.tiny import scene
+from heart_attention.tiny.silhouette import distance
 
 CELL = 4  # speckle size in pixels
+NEAR = 1.35  # radii around a shape's centre that count as near it: the same disc for every shape
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class World:
     lit: bool = False  # light that tells where and when one is, and paths that keep to it:
     reach: float = 0.3  # how far from the middle they begin and end, of the canvas
     across: float = 0.12  # how far they may lie to either side of it
+    share: tuple[float, float] | None = None  # radius as a share of the canvas' shorter side, instead of pixels
+    contrast: float = 1.0  # of patches and speckles, of the strongest that the program check reads as ground
 
 
 SLOW = World(radius=(13.0, 18.0), speed=(3.6, 4.8))
@@ -50,6 +55,8 @@ STILL = World(radius=(17.0, 23.0), speed=(8.0, 8.0), room=0.6, patch=16)
 LIT = World(radius=(13.0, 18.0), speed=(0.0, 0.0), patch=16, lit=True)
 LIT_SHORT = replace(LIT, radius=(15.0, 21.0), reach=0.25, across=0.25)
 LIT_WIDE, LIT_NARROW = replace(LIT, across=0.25), replace(LIT, across=0.05)
+# Shapes large enough for tokens of 8 x 8 pixels, wholly inside at every canvas, on a ground that asks for less.
+CALM = replace(LIT, across=0.1, share=(0.15, 0.175), contrast=0.5)
 
 
 @dataclass
@@ -59,6 +66,7 @@ class Batch:
     video: torch.Tensor  # [B, 3, T, H, W], -1..1
     captions: list[str]
     combos: list[scene.Combo]
+    near: torch.Tensor | None = None  # [B, 1, T, H, W], 1 on the object and a little around it, else 0
 
 
 def _uniform(n: int, low, high, rng: torch.Generator) -> torch.Tensor:
@@ -81,17 +89,6 @@ def _lit_centres(frames: int, size: tuple[int, int], direction: torch.Tensor, wo
     across = world.across * extent * (2 * torch.rand(len(direction), 1, generator=rng) - 1) * (direction == 0)
     time = torch.linspace(-1, 1, frames)
     return extent / 2 + across[:, None] + world.reach * extent * time[None, :, None] * direction[:, None]
-
-
-def _distance(shape: str, x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Signed distance to the outline in pixels, negative inside."""
-    if shape == "circle":
-        return (x * x + y * y).sqrt() - r
-    if shape == "square":
-        return torch.maximum(x.abs(), y.abs()) - 0.88 * r
-    if shape == "triangle":  # upright, base below
-        return torch.maximum(0.894 * x.abs() - 0.447 * y - 0.45 * r, y - 0.85 * r)
-    return ((x * x + y * y).sqrt() - 0.75 * r).abs() - 0.3 * r  # ring
 
 
 def _speckles(b: int, height: int, width: int, rng: torch.Generator) -> torch.Tensor:
@@ -124,47 +121,53 @@ def _belt(step: torch.Tensor, frames: int, size: tuple[int, int], patch: int, rn
     )
 
 
-def _cover(combos, centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def _cover(shapes: list[str], centre: torch.Tensor, radius: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """How much of each pixel the shape covers [B, 1, T, H, W], with one pixel of antialiasing."""
-    y = torch.arange(size[0])[:, None] + 0.5
-    x = torch.arange(size[1])[None, :] + 0.5
-    distance = torch.stack(
-        [
-            _distance(c[1], x - centre[i, :, 0, None, None], y - centre[i, :, 1, None, None], radius[i])
-            for i, c in enumerate(combos)
-        ]
-    )
-    return (0.5 - distance).clamp(0, 1)[:, None]
+    y = (torch.arange(size[0])[:, None] + 0.5 - centre[..., 1, None, None]).numpy()  # [B, T, H, 1]
+    x = (torch.arange(size[1])[None, :] + 0.5 - centre[..., 0, None, None]).numpy()  # [B, T, 1, W]
+    far = [distance(shape, x[i], y[i], float(radius[i])) for i, shape in enumerate(shapes)]
+    return (0.5 - torch.from_numpy(np.stack(far))).clamp(0, 1)[:, None]
+
+
+def _ground(combos: list[scene.Combo], frames: int, size: tuple[int, int], step, world: World, rng) -> torch.Tensor:
+    """What lies behind the shape [B, 3, T or 1, H, W], in 0..255: colour, patches or speckles, light."""
+    b, (height, width) = len(combos), size
+    if world.belt:
+        speckles = _belt(step, frames, size, world.patch, rng)
+    else:
+        speckles = _patches(b, height, width, world.patch, rng) if world.patch else _speckles(b, height, width, rng)
+    colour = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
+    ground = colour[:, :, None, None, None] + world.contrast * speckles
+    if world.lit:
+        ground = ground + torch.from_numpy(scene.light(frames, height, width)).permute(3, 0, 1, 2)
+    return ground.clamp(0, 255)
+
+
+def _draw(combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World):
+    """Clips [B, 3, T, H, W] in -1..1, and the discs around their shapes [B, 1, T, H, W]."""
+    low, high = world.radius if world.share is None else (min(size) * part for part in world.share)
+    radius = _uniform(len(combos), low, high, rng)
+    direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
+    step = direction * _uniform(len(combos), *world.speed, rng)[:, None]
+    if world.lit:
+        centre = _lit_centres(frames, size, direction, world, rng)  # [B, T, 2]
+    else:
+        centre = _centres(frames, size, step, radius, world, rng)
+    ground = _ground(combos, frames, size, step, world, rng)
+    paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
+    cover = _cover([c[1] for c in combos], centre, radius, size)
+    for age, opacity in enumerate(world.glow, start=1):
+        before = _cover([c[1] for c in combos], centre - age * step[:, None], radius, size)
+        cover = torch.maximum(cover, opacity * before)
+    video = ground + cover * (paint[:, :, None, None, None] - ground)
+    return video / 127.5 - 1, _cover(["circle"] * len(combos), centre, NEAR * radius, size)
 
 
 def render(
     combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = LIT
 ) -> torch.Tensor:
     """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
-    b, (height, width) = len(combos), size
-    radius = _uniform(b, *world.radius, rng)
-    direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
-    step = direction * _uniform(b, *world.speed, rng)[:, None]
-    if world.lit:
-        centre = _lit_centres(frames, size, direction, world, rng)  # [B, T, 2]
-    else:
-        centre = _centres(frames, size, step, radius, world, rng)
-    ground = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
-    if world.belt:
-        speckles = _belt(step, frames, size, world.patch, rng)
-    else:
-        speckles = _patches(b, height, width, world.patch, rng) if world.patch else _speckles(b, height, width, rng)
-    ground = ground[:, :, None, None, None] + speckles
-    if world.lit:
-        ground = ground + torch.from_numpy(scene.light(frames, height, width)).permute(3, 0, 1, 2)
-    ground = ground.clamp(0, 255)
-    paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
-    cover = _cover(combos, centre, radius, size)
-    for age, opacity in enumerate(world.glow, start=1):
-        before = _cover(combos, centre - age * step[:, None], radius, size)
-        cover = torch.maximum(cover, opacity * before)
-    video = ground + cover * (paint[:, :, None, None, None] - ground)
-    return video / 127.5 - 1
+    return _draw(combos, frames, size, rng, world)[0]
 
 
 def _pick(rng: torch.Generator, n: int) -> int:
@@ -176,7 +179,8 @@ def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int],
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]
     captions = [scene.caption(c, _pick(rng, len(scene.TEMPLATES)), _pick(rng, len(scene.VERBS))) for c in chosen]
-    return Batch(render(chosen, frames, pixels, rng, world), captions, chosen)
+    video, near = _draw(chosen, frames, pixels, rng, world)
+    return Batch(video, captions, chosen, near)
 
 
 TRAIN = scene.splits()["train"]

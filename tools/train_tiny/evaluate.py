@@ -1,6 +1,8 @@
 """Does the embedded model do what prompts say, and are its heads sparse? Figures and a contact sheet.
 
     python -m tools.train_tiny.evaluate check    --steps 50              # held-out prompts, native size
+    python -m tools.train_tiny.evaluate check    --patterns 2 --seeds 3  # in two sentence patterns, with three seeds
+    python -m tools.train_tiny.evaluate check    --run runs/deep ...     # a checkpoint, not the packaged weights
     python -m tools.train_tiny.evaluate controls --size quick            # guidance off
     python -m tools.train_tiny.evaluate density  --prompts 8             # trained and random weights
     python -m tools.train_tiny.evaluate timing                           # one dense generation, by part
@@ -19,14 +21,15 @@ import torch
 from PIL import Image, ImageDraw
 
 from heart_attention import tiny
-from heart_attention.tiny.scene import BACKGROUND_COLOURS, MOTIONS, OBJECT_COLOURS, SHAPES, Combo, caption
+from heart_attention.tiny.scene import BACKGROUND_COLOURS, MOTIONS, OBJECT_COLOURS, SHAPES, Combo, caption, splits
 
 from . import data, model
 from .density import DensityMeter, watch_attention
-from .export import PACKAGE
+from .export import PACKAGE, load_run
 
 FIGURES = PACKAGE / "figures.json"
 SHEET = Path(__file__).resolve().parents[2] / "docs" / "images" / "tiny_contact_sheet.png"
+KEYS = ("background", "colour", "motion", "shape", "one_piece", "steady", "hole")  # of tiny.check
 SIZES = {"native": tiny.NATIVE, "quick": tiny.QUICK}
 
 
@@ -45,18 +48,35 @@ def call_for(size: str, steps: int | None = None, guidance: float | None = None)
     return call
 
 
-def score(pipe, shown: list[str], asked: list[str], call: dict) -> tuple[dict, list[np.ndarray]]:
-    """Generate for the `shown` prompts and check against the `asked` ones."""
-    clips = [generate(pipe, p, call, seed=i) for i, p in enumerate(shown)]
+def rates(checks: list[dict]) -> dict:
+    """Means over clips of what ``tiny.check`` says, each over the clips that it applies to; `all`: the first three."""
+    means = {}
+    for key in KEYS:
+        values = [c[key] for c in checks if c[key] is not None]
+        means[key] = round(float(np.mean(values)), 4) if values else None
+    means["all"] = float(np.mean([all(c[k] for k in KEYS[:3]) for c in checks]))
+    variations = [c["seen"].get("variation") for c in checks]
+    known = [v for v in variations if v is not None]
+    means["variation"] = round(float(np.median(known)), 4) if known else None
+    means["overlap"] = round(float(np.mean([c["seen"].get("overlap", 0.0) for c in checks])), 4)
+    return means
+
+
+def score(pipe, shown: list[str], asked: list[str], call: dict, seed: int = 0) -> tuple[dict, list[np.ndarray]]:
+    """Generate for the `shown` prompts, seeds counting up from `seed`, and check against the `asked` ones."""
+    clips = [generate(pipe, p, call, seed=seed + i) for i, p in enumerate(shown)]
     checks = [tiny.check(c, p) for c, p in zip(clips, asked, strict=True)]
-    rates = {k: float(np.mean([c[k] for c in checks])) for k in ("background", "colour", "motion")}
-    rates["all"] = float(np.mean([c["background"] and c["colour"] and c["motion"] for c in checks]))
     failures = [
         {"prompt": p, "seen": {k: c["seen"][k] for k in ("background", "colour", "motion")}}
         for p, c in zip(asked, checks, strict=True)
         if not (c["background"] and c["colour"] and c["motion"])
     ]
-    return {**rates, "prompts": len(shown), "failures": failures}, clips
+    by_shape = {
+        shape: rates([c for c, p in zip(checks, asked, strict=True) if shape in p])["shape"]
+        for shape in SHAPES
+        if any(shape in p for p in asked)
+    }
+    return {**rates(checks), "shape_by_word": by_shape, "prompts": len(shown), "failures": failures}, clips
 
 
 def contact_sheet(clips: list[np.ndarray], prompts: list[str], path: Path, columns: int = 3, frames: int = 4) -> None:
@@ -172,15 +192,20 @@ def record(name: str, row: dict, path: Path = FIGURES) -> None:
     path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+def held_out(args) -> list[str]:
+    """The held-out prompts that were asked for: in every sentence pattern, as often as there are seeds."""
+    combos = splits()["heldout"][: args.prompts or 24]
+    return [caption(c, template=t) for _ in range(args.seeds) for t in range(args.patterns) for c in combos]
+
+
 def run_check(pipe, args, call: dict) -> None:
     """Held-out prompts as they are; then the same clips, each checked against another prompt than its own."""
-    prompts = tiny.prompts("heldout")[: args.prompts or 24]
-    rates, clips = score(pipe, prompts, prompts, call)
-    contact_sheet(clips, prompts, args.sheet)
-    record("check", {**rates, "call": call}, args.figures)
+    prompts = held_out(args)
+    found, clips = score(pipe, prompts, prompts, call)
+    contact_sheet(clips[:24], prompts[:24], args.sheet)
+    record("check", {**found, "call": call}, args.figures)
     others = prompts[7:] + prompts[:7]
-    checks = [tiny.check(c, p) for c, p in zip(clips, others, strict=True)]
-    shuffled = {k: float(np.mean([c[k] for c in checks])) for k in ("background", "colour", "motion")}
+    shuffled = rates([tiny.check(c, p) for c, p in zip(clips, others, strict=True)])
     record("shuffled_prompts", {**shuffled, "prompts": len(prompts), "call": call}, args.figures)
 
 
@@ -188,8 +213,8 @@ def run_controls(pipe, args, call: dict) -> None:
     """Guidance off."""
     prompts = tiny.prompts("heldout")[: args.prompts or 24]
     call = {**call, "guidance_scale": 1.0}
-    rates, _ = score(pipe, prompts, prompts, call)
-    record("guidance_off", {**rates, "call": call}, args.figures)
+    found, _ = score(pipe, prompts, prompts, call)
+    record("guidance_off", {**found, "call": call}, args.figures)
 
 
 def run_density(pipe, args, call: dict) -> None:
@@ -222,6 +247,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="native")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--prompts", type=int, help="how many; the part's own number by default")
+    parser.add_argument("--patterns", type=int, default=1, choices=(1, 2, 3), help="sentence patterns")
+    parser.add_argument("--seeds", type=int, default=1, help="clips of each sentence")
+    parser.add_argument("--run", type=Path, help="folder of a checkpoint to take instead of the packaged weights")
+    parser.add_argument(
+        "--raw", action="store_true", help="of the checkpoint the weights themselves, not their average"
+    )
     parser.add_argument("--warmup", type=int, default=5, help="first step whose density counts")
     parser.add_argument("--stride", type=int, default=1, help="measure density at every n-th step")
     parser.add_argument("--threads", type=int, default=2)
@@ -229,7 +260,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sheet", type=Path, default=SHEET)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    PARTS[args.part](tiny.load(), args, call_for(args.size, args.steps))
+    pipe = tiny.load() if args.run is None else load_run(args.run, averaged=not args.raw)
+    PARTS[args.part](pipe, args, call_for(args.size, args.steps))
 
 
 if __name__ == "__main__":

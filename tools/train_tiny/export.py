@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "heart_attention" / "tin
 
 def pipeline_from(state: dict, averaged: bool = True):
     """The pipeline of a training state, with averaged weights unless told otherwise."""
-    transformer, text_encoder, tokenizer = model.initialise(state["seed"])
     weights = state["ema" if averaged else "weights"]
+    layers = 1 + max(int(n.split(".")[2]) for n in weights if n.startswith("transformer.blocks."))
+    transformer, text_encoder, tokenizer = model.initialise(state["seed"], layers)
     for prefix, module in (("transformer.", transformer), ("text_encoder.", text_encoder)):
         own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         missing, unexpected = module.load_state_dict(own, strict=False)
@@ -35,10 +36,16 @@ def _name_tokenizer(out: Path) -> None:
     config.write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def load_run(run: Path, averaged: bool = True):
+    """The pipeline of ``run/checkpoint.pt``, silent."""
+    pipe = pipeline_from(torch.load(run / "checkpoint.pt", weights_only=True), averaged)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def export(run: Path, out: Path) -> Path:
     """Write ``out`` (a diffusers folder, safetensors) from ``run/checkpoint.pt``."""
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    pipeline_from(state).save_pretrained(out)
+    load_run(run).save_pretrained(out)
     _name_tokenizer(out)
     return out
 

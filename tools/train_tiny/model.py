@@ -18,6 +18,7 @@ Z_DIM = 16  # latent channels: 34 dB on the clips
 PATCH = 4  # pixels a side that one latent pixel covers
 TEXT_DIM = 64
 FLOW_SHIFT = 3.0
+LAYERS = 6  # of the packaged weights
 LATE_WORDS = ("an",)  # stand last in the vocabulary: it grew when training was already under way
 CAPTION_TOKENS = 12  # at least one more than the longest caption has
 
@@ -54,19 +55,21 @@ def build_text_encoder(vocab: int) -> UMT5EncoderModel:
     return UMT5EncoderModel(config)
 
 
-def build_transformer() -> WanTransformer3DModel:
-    """The Wan2.1 architecture at dim 128: 4 heads of 32, 6 layers."""
+def build_transformer(layers: int = LAYERS) -> WanTransformer3DModel:
+    """The Wan2.1 architecture at dim 128: 4 heads of 32."""
     return WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=32, in_channels=Z_DIM, out_channels=Z_DIM,
-        text_dim=TEXT_DIM, freq_dim=64, ffn_dim=512, num_layers=6, cross_attn_norm=True, rope_max_seq_len=128,
+        text_dim=TEXT_DIM, freq_dim=64, ffn_dim=512, num_layers=layers, cross_attn_norm=True, rope_max_seq_len=128,
     )  # fmt: skip
 
 
-def initialise(seed: int = 0) -> tuple[WanTransformer3DModel, UMT5EncoderModel, PreTrainedTokenizerFast]:
+def initialise(
+    seed: int = 0, layers: int = LAYERS
+) -> tuple[WanTransformer3DModel, UMT5EncoderModel, PreTrainedTokenizerFast]:
     """Transformer, text encoder and tokenizer as they are at step 0 of training: a pure function of the seed."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
-    return build_transformer(), build_text_encoder(len(tokenizer)), tokenizer
+    return build_transformer(layers), build_text_encoder(len(tokenizer)), tokenizer
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The little world of the embedded model: its words, its colours, its prompts, and the program check.
 
-Everything here is numpy only, so that the training data (``tools/train_tiny/data.py``) and the package
+Everything here is numpy (and scipy for silhouettes), so that the training data (``tools/train_tiny/data.py``) and the package
 share one definition and importing it stays cheap.
 """
 
@@ -9,6 +9,8 @@ import random
 import re
 
 import numpy as np
+
+from . import silhouette
 
 OBJECT_COLOURS = {
     "red": (235, 35, 35),
@@ -41,6 +43,7 @@ TEMPLATES = (
 SPECKLE = 30  # patches and speckles lighten or darken a background by at most this much
 LIGHT = 32  # how much the light changes a colour from the middle to an edge, and from half time to either end
 OBJECT_RANGE = 80.0  # how far a pixel may be off an object's colour
+STEADY = 0.12  # how far an object's area may vary over its frames, standard deviation over mean
 GROUND_RANGE = 45.0  # how far (of 255, Euclidean) a pixel may be off its ground as patches and light change it
 
 Combo = tuple[str, str, str, str]  # (colour, shape, motion, background)
@@ -120,25 +123,46 @@ def _nearest(rgb: np.ndarray, palette: dict[str, tuple[int, int, int]]) -> str:
     return min(palette, key=lambda name: float(np.sum((rgb - np.array(palette[name])) ** 2)))
 
 
+def _grounds(shape: tuple[int, ...], ground: tuple[int, int, int]):
+    """The lit ground [T, H, W, 3] of a clip, lightened and darkened by patches, strength by strength."""
+    lit = np.array(ground, dtype=np.float32) + light(*shape[:3])
+    for patch in np.linspace(-SPECKLE, SPECKLE, 5):
+        yield np.clip(lit + np.float32(patch), 0, 255)
+
+
 def _explained(pixels: np.ndarray, ground: tuple[int, int, int]) -> np.ndarray:
     """Which pixels of a clip [T, H, W, 3] are this ground, lit and lightened or darkened by a patch."""
-    lit = np.array(ground, dtype=np.float32) + light(*pixels.shape[:3])
-    off = np.full(pixels.shape[:3], np.inf, dtype=np.float32)
-    for patch in np.linspace(-SPECKLE, SPECKLE, 5):
-        shown = np.clip(lit + np.float32(patch), 0, 255)
-        off = np.minimum(off, np.sqrt(((pixels - shown) ** 2).sum(-1)))
+    off = np.min([_apart(pixels, shown) for shown in _grounds(pixels.shape, ground)], axis=0)
     return off <= GROUND_RANGE
+
+
+def _apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Euclidean distance of colours [..., 3]."""
+    return np.sqrt(((one - other) ** 2).sum(-1))
+
+
+def _object(pixels: np.ndarray, paint: tuple[int, int, int], ground: tuple[int, int, int]) -> np.ndarray:
+    """Which pixels [T, H, W] are nearer to the object's colour than to the ground, and about on the way between them."""
+    colour = np.array(paint, dtype=np.float32)
+    to_paint = _apart(pixels, colour)
+    found = np.ones(pixels.shape[:3], dtype=bool)
+    between = np.zeros_like(found)
+    for shown in _grounds(pixels.shape, ground):
+        to_ground = _apart(pixels, shown)
+        found &= to_paint < to_ground
+        between |= to_paint + to_ground <= _apart(shown, colour) + OBJECT_RANGE
+    return found & between
 
 
 def _painted(pixels: np.ndarray) -> np.ndarray:
     """Which pixels have about the colour of some object: what is neither this nor ground is a fault, not an object."""
     paints = np.array(list(OBJECT_COLOURS.values()), dtype=np.float32)
-    off = [np.sqrt(((pixels - paint) ** 2).sum(-1)) for paint in paints]
+    off = [_apart(pixels, paint) for paint in paints]
     return np.min(off, axis=0) <= OBJECT_RANGE
 
 
 def read_scene(frames: np.ndarray) -> dict:
-    """Read colour and motion from frames by thresholding. frames [T, H, W, 3], 0..1 or 0..255."""
+    """Read colour, motion and silhouette from frames by thresholding. frames [T, H, W, 3], 0..1 or 0..255."""
     pixels = np.asarray(frames, dtype=np.float32)
     if pixels.ndim != 4 or pixels.shape[-1] != 3:
         raise ValueError(f"frames must be [T, H, W, 3], not {pixels.shape}")
@@ -147,7 +171,7 @@ def read_scene(frames: np.ndarray) -> dict:
     grounds = {name: _explained(pixels, colour) for name, colour in BACKGROUND_COLOURS.items()}  # each [T, H, W]
     background = max(grounds, key=lambda name: int(grounds[name].sum()))
     apart = ~grounds[background] & _painted(pixels)
-    seen = {"background": background, "colour": None, "motion": None, "path": None}
+    seen = {"background": background, "colour": None, "motion": None, "path": None, "silhouette": None}
     seen["area"] = float(apart.mean())
     # Fewer pixels than a disc of 5 px radius, in the median frame, is no object.
     if np.median(apart.sum((1, 2))) < 80:
@@ -155,7 +179,21 @@ def read_scene(frames: np.ndarray) -> dict:
     seen["colour"] = _nearest(np.median(pixels[apart], axis=0), OBJECT_COLOURS)
     seen["path"] = _centroids(apart)
     seen["motion"] = _direction(seen["path"])
-    return seen
+    masks = _object(pixels, OBJECT_COLOURS[seen["colour"]], BACKGROUND_COLOURS[background])
+    return {**seen, **_read_silhouette(masks)}
+
+
+def _read_silhouette(masks: np.ndarray) -> dict:
+    """Shape, overlap with it, pieces and hole by frame, and how the area varies; masks [T, H, W]."""
+    overlaps = silhouette.match(masks, SHAPES)  # [T, shapes]
+    return {
+        "silhouette": masks,
+        "shapes": [SHAPES[i] if most else None for i, most in zip(overlaps.argmax(1), overlaps.max(1), strict=True)],
+        "overlap": float(overlaps.max(1).mean()),
+        "pieces": [silhouette.pieces(m) for m in masks],
+        "holes": [silhouette.has_hole(m) for m in masks],
+        "variation": silhouette.variation(masks),
+    }
 
 
 def _centroids(mask: np.ndarray) -> np.ndarray:
@@ -188,14 +226,31 @@ def check(frames: np.ndarray, prompt: str) -> dict:
         prompt: a sentence with one object colour, shape, motion and background.
 
     Returns:
-        ``{"background": bool, "colour": bool, "motion": bool, "seen": {...}}`` where ``seen`` holds what was read.
-        Shapes are not checked.
+        ``background``, ``colour``, ``motion``: bool. ``shape``: share of frames whose silhouette is more like the
+        prompt's shape than like the three others. ``one_piece``: share of frames with the object in a single piece.
+        ``steady``: bool, the area varies by at most 12 % while the object is wholly inside. ``hole``: share of frames
+        with a hole if the prompt says ring, None if not. ``seen``: what was read, of which ``overlap`` is how well the
+        silhouettes are covered by the best shape.
     """
-    colour, _, motion, background = parse(prompt)
+    colour, shape, motion, background = parse(prompt)
     seen = read_scene(frames)
     return {
         "background": seen["background"] == background,
         "colour": seen["colour"] == colour,
         "motion": seen["motion"] == motion,
+        **_judge_silhouette(seen, shape),
         "seen": seen,
+    }
+
+
+def _judge_silhouette(seen: dict, shape: str) -> dict:
+    """The four judgements of ``check`` that go by the silhouette."""
+    ring = shape == "ring"
+    if seen["silhouette"] is None:
+        return {"shape": 0.0, "one_piece": 0.0, "steady": False, "hole": 0.0 if ring else None}
+    return {
+        "shape": float(np.mean([found == shape for found in seen["shapes"]])),
+        "one_piece": float(np.mean([n == 1 for n in seen["pieces"]])),
+        "steady": seen["variation"] is not None and seen["variation"] <= STEADY,
+        "hole": float(np.mean(seen["holes"])) if ring else None,
     }
