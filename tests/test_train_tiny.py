@@ -9,7 +9,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/ is not installed
 
-from tools.train_tiny import data, density, model, train, words
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from tools.train_tiny import data, density, grow, model, train, words
 from tools.train_tiny.muon import orthogonalise
 
 from heart_attention import tiny
@@ -118,6 +119,40 @@ def test_resume_is_exact(tmp_path):
     assert all(torch.equal(straight.ema[n], second.ema[n]) for n in straight.ema)
 
 
+def test_a_deepened_model_computes_the_same_at_first():
+    assert [place for place, added in grow.sources(6, 9) if added] == [0, 2, 4]
+    with pytest.raises(ValueError, match="layers can grow"):
+        grow.sources(6, 13)
+    state = grow.state(grow.deepen(grow.packaged(), 6, 9), step=3)
+    trainer = train.Trainer(train.SMOKE_PLAN, layers=9)
+    trainer.restore(state)
+    x, text = torch.randn(1, model.Z_DIM, 2, 4, 4), torch.randn(1, 12, model.TEXT_DIM)
+    with torch.no_grad():
+        for block in trainer.transformer.blocks:
+            block.attn2.set_processor(WanAttnProcessor())
+        deep, flat = (
+            m(x, torch.tensor([300.0]), text, return_dict=False)[0]
+            for m in (trainer.transformer, tiny.load().transformer)
+        )
+    assert trainer.step == 3 and torch.allclose(deep, flat, atol=1e-5)
+
+
+def test_focus_counts_what_is_near_the_object_more():
+    trainer = train.Trainer(train.SMOKE_PLAN)
+    clips = data.batch(0, 0, 2, 2, (32, 32), data.CALM)
+    assert 0.1 < clips.near.mean() < 0.6 and set(clips.near.unique().tolist()) >= {0.0, 1.0}
+
+    def loss(focus: float, near: torch.Tensor) -> float:
+        batch = data.Batch(clips.video, clips.captions, clips.combos, near)
+        with torch.no_grad():
+            rng = torch.Generator().manual_seed(1)
+            return trainer.flow_loss(batch, torch.tensor([1.0, 1.0]), rng, focus=focus).item()
+
+    plain = loss(0.0, clips.near)
+    assert loss(5.0, torch.zeros_like(clips.near)) == pytest.approx(plain)
+    assert plain < loss(5.0, clips.near) < loss(5.0, torch.ones_like(clips.near))
+
+
 def test_restore_refuses_another_seed():
     trainer = train.Trainer(train.SMOKE_PLAN)
     with pytest.raises(ValueError, match="seed"):
@@ -149,7 +184,7 @@ def test_taught_words_are_heard_and_others_stay(monkeypatch):
 
 def test_plan_goes_forward_and_ends():
     begin = 0
-    for phase in train.PLAN:
+    for phase in train.DEEP_PLAN:
         assert phase.until > begin
         assert sum(w for w, _ in phase.mix) == pytest.approx(1.0)
         begin = phase.until
