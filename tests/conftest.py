@@ -24,5 +24,5 @@ def tiny_pipe():
 @pytest.fixture(scope="session")
 def small_call():
     """A call of the embedded model that takes about a second: 4 × 8 × 8 = 256 video tokens, 7 steps."""
-    return {"height": 64, "width": 64, "num_frames": 3, "num_inference_steps": 7, "guidance_scale": 4.0,
+    return {"height": 64, "width": 64, "num_frames": 4, "num_inference_steps": 7, "guidance_scale": 4.0,
             "max_sequence_length": 64}  # fmt: skip

@@ -91,7 +91,7 @@ def test_debug_shows_the_traceback(bad_files):
 
 def test_generate_writes_a_video(tmp_path, capsys):
     out = tmp_path / "v.mp4"
-    words = ["generate", "--prompt", "a red circle moves right on a blue background", "--size", "64x64", "--frames", "3",
+    words = ["generate", "--prompt", "a red circle moves right on a blue background", "--size", "64x64", "--frames", "4",
              "--steps", "2", "--out", str(out), "--json"]  # fmt: skip
     assert cli.main(words) == 0 and out.stat().st_size > 500
     assert json.loads(capsys.readouterr().out)["video"] == str(out)

@@ -11,7 +11,7 @@ import torch
 from heart_attention import tiny
 from heart_attention.tiny import scene
 
-CALL = {**tiny.QUICK, "height": 32, "width": 32, "num_frames": 3, "num_inference_steps": 2}
+CALL = {**tiny.QUICK, "height": 32, "width": 32, "num_frames": 4, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)

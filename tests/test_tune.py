@@ -114,7 +114,7 @@ def test_wrong_use():
         tune(probe(), 1.5)
 
 
-QUICK = ["tune-delta", "--size", "64x64", "--frames", "3", "--steps", "8"]
+QUICK = ["tune-delta", "--size", "64x64", "--frames", "4", "--steps", "8"]
 
 
 def test_the_command_on_the_embedded_model(tmp_path, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from heart_attention import tiny
+from heart_attention.tiny.pipeline import WanPipeline
 
 from . import evaluate, export, train
 
@@ -19,11 +20,9 @@ def smoke() -> dict:
         run, out = Path(folder) / "run", Path(folder) / "weights"
         trainer = train.run(run, train.SMOKE_PLAN, report=4)
         export.export(run, out)
-        from diffusers import WanPipeline
-
         pipe = WanPipeline.from_pretrained(out)
         pipe.set_progress_bar_config(disable=True)
-        call = {**tiny.QUICK, "height": 32, "width": 32, "num_frames": 3, "num_inference_steps": 2}
+        call = {**tiny.QUICK, "height": 32, "width": 32, "num_frames": 4, "num_inference_steps": 2}
         prompts = tiny.prompts("heldout")[:2]
         found, clips = evaluate.score(pipe, prompts, prompts, call)
         evaluate.contact_sheet(clips, prompts, Path(folder) / "sheet.png")

@@ -5,12 +5,13 @@ import math
 import re
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from heart_attention.tiny import scene
+from heart_attention.tiny.pipeline import WanPipeline
 
 from . import data
 

@@ -10,6 +10,7 @@ Importing this module is cheap: torch and diffusers are imported by the function
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,42 +18,45 @@ from .scene import check, prompts
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import WanPipeline
+
+    from .pipeline import WanPipeline
 
 __all__ = ["NATIVE", "QUICK", "check", "load", "load_random", "path", "prompts", "tokens"]
 
-# Arguments for calling the pipeline. The codec keeps every frame, and diffusers turns num_frames into
-# num_frames + 1 for such a codec: 15 gives 16 frames. 16 x 16 x 16 = 4,096 video tokens of 8 x 8 pixels.
+# Arguments for calling the pipeline: 16 x 16 x 16 = 4,096 video tokens of 8 x 8 pixels.
 NATIVE = {
     "height": 128,
     "width": 128,
-    "num_frames": 15,
+    "num_frames": 16,
     "num_inference_steps": 50,
     "guidance_scale": 3.0,
     "max_sequence_length": 64,
 }
 # 8 x 12 x 12 = 1,152 video tokens.
-QUICK = {**NATIVE, "height": 96, "width": 96, "num_frames": 7, "num_inference_steps": 12}
+QUICK = {**NATIVE, "height": 96, "width": 96, "num_frames": 8, "num_inference_steps": 12}
 
 
 def path() -> str:
-    """Folder of the weights, for ``WanPipeline.from_pretrained``."""
+    """Folder of the weights, for ``WanPipeline.from_pretrained``; through it diffusers adds a frame, through ``load`` not."""
     return str(Path(__file__).parent / "weights")
 
 
 def tokens(height: int, width: int, num_frames: int, **_: object) -> tuple[int, int, int]:
     """Video tokens (time, height, width) of a call with these arguments: ``tokens(**NATIVE)``."""
-    return num_frames + 1, height // 8, width // 8
+    return num_frames, height // 8, width // 8
 
 
 def load(dtype: torch.dtype | None = None) -> WanPipeline:
     """The trained pipeline, on the CPU and in float32 unless told otherwise."""
     import torch
-    from diffusers import WanPipeline
 
-    # The files hold float32; asking for it by the name that old diffusers know makes new ones warn.
-    other = {} if dtype in (None, torch.float32) else {"torch_dtype": dtype}
-    pipe = WanPipeline.from_pretrained(path(), **other)
+    from .pipeline import WanPipeline
+
+    other = {} if dtype in (None, torch.float32) else {"torch_dtype": dtype}  # the files hold float32
+    with warnings.catch_warnings():
+        # Old diffusers know no other name for it, new ones warn of this one.
+        warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+        pipe = WanPipeline.from_pretrained(path(), **other)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
