@@ -27,29 +27,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from heart_attention import compare, methods, pipelines, reuse, tiny
-from heart_attention.calibration import error, gradient, planning, probes, run, solver, trajectory
-from heart_attention.calibration.heads import DENSE
-from heart_attention.calibration.methods import assign, by_isolated, by_joint, by_probes
-from heart_attention.calibration.runner import Runner
-from heart_attention.calibration.search import shared_choice
-from heart_attention.calibration.settings import CANDIDATES, PAPER_CANDIDATES
-from heart_attention.calibration.store import Store
-from heart_attention.calibration.work import Local, Worker
+from heart_attention import tiny
+from heart_attention.calibration.measure import gradient, probes, trajectory, velocity_error
+from heart_attention.calibration.measure.candidates import DENSE
+from heart_attention.calibration.solve import solver
+from heart_attention.calibration.solve.search import shared_choice
+from heart_attention.calibration.solve.strategies import assign, by_isolated, by_joint, by_probes
+from heart_attention.calibration.workflow import calibrate, plan
+from heart_attention.calibration.workflow.runner import Runner
+from heart_attention.calibration.workflow.settings import CANDIDATES, PAPER_CANDIDATES
+from heart_attention.calibration.workflow.store import Store
+from heart_attention.calibration.workflow.tasks import Local, Worker
 from heart_attention.config import preset
-from heart_attention.studies.common import spearman
+from heart_attention.evaluation import methods, pipelines, run
+from heart_attention.evaluation.studies.common import spearman
+from heart_attention.online import reuse
 
 PARTS = ("skip", "gradient", "compare", "video", "cost")
 LARGE = {"Wan2.1-1.3B": (30, 12), "Wan2.1-14B": (40, 40), "HunyuanVideo-13B": (60, 24)}
 
 
-def settings_of(pipe: Any, args: argparse.Namespace, **more: Any) -> run.Settings:
+def settings_of(pipe: Any, args: argparse.Namespace, **more: Any) -> calibrate.Settings:
     """The embedded model's settings for one method."""
     config = preset(args.backbone, pipe)
     call = dict(tiny.QUICK if args.size == "quick" else tiny.NATIVE)
     if args.steps:
         call["num_inference_steps"] = args.steps
-    return run.Settings(
+    return calibrate.Settings(
         config.backbone, tuple(tiny.prompts("calibration")[: args.prompts]), call,
         held_out=tuple(tiny.prompts("heldout")[: args.held_out]), contexts=args.contexts,
         held_out_contexts=args.held_out_contexts or args.held_out, order=config.order,
@@ -58,11 +62,11 @@ def settings_of(pipe: Any, args: argparse.Namespace, **more: Any) -> run.Setting
     )  # fmt: skip
 
 
-def contexts_of(pipe: Any, settings: run.Settings, work: Path, count: int) -> list[trajectory.Context]:
+def contexts_of(pipe: Any, settings: calibrate.Settings, work: Path, count: int) -> list[trajectory.Context]:
     """Some calibration contexts, made once."""
     settings = dataclasses.replace(settings, contexts=count, held_out=(), method="isolated")
-    store = Store(work, planning.plan(pipe, settings))
-    drawn = planning.draw_contexts(settings, *_size(pipe))
+    store = Store(work, plan.plan(pipe, settings))
+    drawn = plan.draw_contexts(settings, *_size(pipe))
     worker = Worker(pipe, settings.job())
     try:
         Runner(store, Local(worker), None).trajectories(settings, drawn)
@@ -86,7 +90,7 @@ def skip(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
     """One head of every layer, all candidates: cached inputs against whole forwards, interleaved."""
     settings = settings_of(pipe, args, method="probes")
     (context,) = contexts_of(pipe, settings, args.work / f"skip-{args.size}", 1)
-    spec, measure = settings.spec(), error.Spectral()
+    spec, measure = settings.spec(), velocity_error.Spectral()
     layers, heads = _size(pipe)
     worker, ratios, equal = Worker(pipe, settings.job()), [], True
     try:
@@ -101,7 +105,7 @@ def skip(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
                     pick = {layer: [k if h == head % heads else DENSE for h in range(heads)]}
                     seconds, velocity = _cpu(lambda p=pick: probes.full_forward(replay, context, spec, p))
                     slow += seconds
-                    value = error.spectral(velocity, context.reference())
+                    value = velocity_error.spectral(velocity, context.reference())
                     equal &= value == record["heads"][str(head % heads)]["error"][k]
             ratios.append(slow / quick)
     finally:
@@ -114,7 +118,7 @@ def gradient_against_probes(pipe: Any, args: argparse.Namespace) -> dict[str, An
     """The same contexts, all heads, seven candidates: estimate against exact, and what its assignment keeps."""
     settings = settings_of(pipe, args, method="isolated")
     contexts = contexts_of(pipe, settings, args.work / f"gradient-{args.size}", args.same)
-    spec, measure = settings.spec(), error.Spectral()
+    spec, measure = settings.spec(), velocity_error.Spectral()
     layers, heads = _size(pipe)
     exact, estimate, S = [], [], []
     worker = Worker(pipe, settings.job())
@@ -153,9 +157,9 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
     One store serves all methods: the same trajectories, the same contexts, the same seven candidates.
     """
     settings = settings_of(pipe, args, method="probes", candidates=CANDIDATES)
-    store = Store(args.work / f"{Path(name).name}-{args.size}-{args.backbone}", planning.plan(pipe, settings))
+    store = Store(args.work / f"{Path(name).name}-{args.size}-{args.backbone}", plan.plan(pipe, settings))
     size, seconds = _size(pipe), {}
-    contexts = planning.draw_contexts(settings, *size)
+    contexts = plan.draw_contexts(settings, *size)
     worker = Worker(pipe, settings.job())
     clock = _stages(seconds)
     runner = Runner(store, Local(worker), clock)
@@ -164,12 +168,12 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
         runner.trajectories(settings, contexts)
         jointly = dataclasses.replace(settings, method="joint", strata="sparse", mean="relative")
         joint = by_joint(jointly, contexts, runner, *size)
-        figures = run.verification_of(jointly, contexts, runner, joint, *size)
-        made = run.to_file(
+        figures = calibrate.verification_of(jointly, contexts, runner, joint, *size)
+        made = calibrate.to_file(
             jointly,
             joint,
             figures,
-            {**planning.plan(pipe, jointly), "grid": run.grid_of(pipe.transformer, store, contexts)},
+            {**plan.plan(pipe, jointly), "grid": calibrate.grid_of(pipe.transformer, store, contexts)},
         )
         made.save(args.work / f"{args.backbone}.heart.json")
         isolated = by_isolated(dataclasses.replace(jointly, method="isolated"), contexts, runner, *size)
@@ -210,7 +214,7 @@ def _row(settings: Any, contexts: Any, runner: Any, choice: Any, base: dict[str,
     ratios = np.array(made["held_out"]["errors"]) / np.array(base["held_out"]["errors"])
     return {
         "held_out_vs_shared": made["held_out"]["error"] / base["held_out"]["error"],
-        "mean_of_ratios": compare.interval(ratios),
+        "mean_of_ratios": run.interval(ratios),
         "calibration_vs_shared": made["calibration"]["error"] / base["calibration"]["error"],
         "sparsity": made["held_out"]["sparsity"],
         "thresholds": [[settings.taus[c] for c in row] for row in choice],
@@ -236,22 +240,22 @@ def videos(pipe: Any, args: argparse.Namespace, rows: dict[str, Any]) -> dict[st
     call = dict(settings_of(pipe, args).call)
     base = preset(args.backbone, pipe).replace(reuse=reuse.Always(), force_sparse=True)
     chosen = [
-        compare.Method(label.replace(" ", "_").replace("'", ""), base.replace(thresholds=row["thresholds"]))
+        run.Method(label.replace(" ", "_").replace("'", ""), base.replace(thresholds=row["thresholds"]))
         for label, row in rows.items()
     ]
-    setting = compare.Setting("tiny", call, ("psnr",))
+    setting = run.Setting("tiny", call, ("psnr",))
     prompts = tiny.prompts("heldout")[: args.held_out]
     dense = methods.build("dense", pipe, "tiny")
     out = args.work / f"video-{args.size}-{args.backbone}"
     seeds = list(range(1000, 1000 + args.seeds))
-    results = compare.run(pipe, [dense, *chosen], prompts, seeds, setting, out, warm=False)
+    results = run.run(pipe, [dense, *chosen], prompts, seeds, setting, out, warm=False)
     found = {}
     for method in chosen:
         rows_of = [r for r in results["rows"] if r["method"] == method.name]
         found[method.name.replace("_", " ")] = {
-            "psnr": compare.interval([r["psnr"] for r in rows_of]),
-            "gain_db": compare.difference(results, method.name, "shared"),
-            "below_joint_db": compare.difference(results, chosen[-1].name, method.name),
+            "psnr": run.interval([r["psnr"] for r in rows_of]),
+            "gain_db": run.difference(results, method.name, "shared"),
+            "below_joint_db": run.difference(results, chosen[-1].name, method.name),
             "density": float(np.mean([r["density"] for r in rows_of])),
         }
     return found
@@ -261,7 +265,7 @@ def cost(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds of a pass in units of one dense forward (both branches), and the formula for large models."""
     settings = settings_of(pipe, args, method="joint")
     (context,) = contexts_of(pipe, settings, args.work / f"skip-{args.size}-cost", 1)
-    spec, measure = settings.spec(), error.Spectral()
+    spec, measure = settings.spec(), velocity_error.Spectral()
     layers, heads = _size(pipe)
     at = settings.taus.index(0.9)
     worker, seen = Worker(pipe, settings.job()), {"dense": [], "isolated": [], "joint": [], "verify": []}

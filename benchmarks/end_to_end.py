@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 
 import heart_attention as heart
-from heart_attention import orders
-from heart_attention.clock import Where
-from heart_attention.engine import Engine
+from heart_attention import token_order
+from heart_attention.online.clock import Where
+from heart_attention.online.engine import Engine
 
 
 def now() -> float:
@@ -156,7 +156,7 @@ class BlockCounter:
             for kind in ORDERS:
                 for h in range(q.shape[1]):
                     name = self.order[where.layer][h] if kind == "heads" else kind
-                    order = orders.permutation(name, tuple(where.grid), q.shape[2], None, self.backbone.block)
+                    order = token_order.permutation(name, tuple(where.grid), q.shape[2], None, self.backbone.block)
                     head = slice(h, h + 1)
                     self._count(kind, order, q[:1, head], k[:1, head], v[:1, head], out[:1, head], where.grid)
         return out
@@ -207,8 +207,9 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
 
     The heads' orders and thresholds are chosen on two calibration prompts, everything else is measured on others.
     """
-    from heart_attention import pipelines, tiny
+    from heart_attention import tiny
     from heart_attention.config import preset
+    from heart_attention.evaluation import pipelines
 
     pipe = pipelines.load(model)
     call = pipelines.call_arguments(model, pipe, steps=steps, quick=quick)
@@ -236,24 +237,25 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
 
 def tuned_heads(pipe: Any, config: Any, call: dict, steps: tuple[int, ...]) -> Any:
     """An order and a threshold for every head, as many blocks as in raster order; from two calibration prompts."""
-    from heart_attention import order_tuning, tiny
-    from heart_attention.commands.tune import thresholds_of
+    from heart_attention import tiny
+    from heart_attention.cli.tune import thresholds_of
+    from heart_attention.tuning import order
 
     looked = [step for step in steps if step >= config.dense_steps]
-    probe = order_tuning.OrderProbe(config.backbone, thresholds_of(pipe, config), looked)
+    probe = order.OrderProbe(config.backbone, thresholds_of(pipe, config), looked)
     _ride_along(pipe, probe, tiny.prompts("calibration")[:2], call)
-    return order_tuning.tune(probe)
+    return order.tune(probe)
 
 
 def _ride_along(pipe: Any, handler: Any, texts: list[str], call: dict) -> list[torch.Tensor]:
-    from heart_attention.models import intercept
+    from heart_attention.models import attachment
 
-    attached = intercept.attach_pipeline(pipe, handler)
+    attached = attachment.attach_pipeline(pipe, handler)
     try:
         return [_frames(pipe, text, call) for text in texts]
     finally:
-        for attachment in attached:
-            attachment.detach()
+        for one in attached:
+            one.detach()
 
 
 def _quality(pipe, config, order: str, tau: float, texts: list[str], dense: list[torch.Tensor], call: dict) -> dict:

@@ -127,7 +127,7 @@ def attention_case(d: int, dtype: str, name: str, block: int, gathered: bool, su
 
 def prediction_cases(d: int) -> Iterator[Case]:
     """XAttention scoring, k-means and pooling, bf16 tokens."""
-    from heart_attention.kernels import triton_predict as predict
+    from heart_attention.kernels.ops import triton_predict as predict
 
     def case(
         name: str,
@@ -269,7 +269,8 @@ def interpreter_errors() -> list[dict[str, Any]]:
     import torch
 
     from heart_attention.backbones import SVG2, XAttention
-    from heart_attention.kernels import eager, triton_attention, triton_predict
+    from heart_attention.kernels import eager, triton_attention
+    from heart_attention.kernels.ops import triton_predict
     from heart_attention.masks import BlockMask
 
     torch.set_num_threads(1)

@@ -27,9 +27,9 @@ def _calls(q: torch.Tensor) -> dict[str, Callable[[], Any]]:
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     import heart_attention as heart
-    from heart_attention.models.intercept import attach
+    from heart_attention.models.attachment import attach
     from heart_attention.models.processors import dispatch
-    from heart_attention.record import Recorder
+    from heart_attention.online.recorder import Recorder
 
     bare, engine = small_wan(), small_wan()
     attach(bare, Recorder(lambda where: False, "cpu", None, False))

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heart_attention import reuse
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.kernels import predict as native
+from heart_attention.kernels.ops import native as native
+from heart_attention.online import reuse
 
 HEADS, WIDTH = 4, 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from heart_attention.calibration import solver
+from heart_attention.calibration.solve import solver
 
 SIZES = ((24, 7), (360, 3), (1600, 3), (1600, 7), (1600, 100))
 KINDS = ("measured-like", "noisy", "tied", "proportional")

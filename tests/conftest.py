@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 @pytest.fixture(scope="session")
 def tiny_pipe():
     """The embedded model; tests must leave it as they found it."""
-    from heart_attention import pipelines
+    from heart_attention.evaluation import pipelines
 
     return pipelines.load("tiny", device="cpu")
 

@@ -18,10 +18,10 @@ from diffusers import (
 )
 
 import heart_attention as heart
-from heart_attention.clock import Where
-from heart_attention.engine import Engine
 from heart_attention.errors import HeartError
-from heart_attention.models import intercept
+from heart_attention.models import attachment
+from heart_attention.online.clock import Where
+from heart_attention.online.engine import Engine
 
 HEADS, LAYERS = 3, 2
 X = heart.XAttention(stride=2, block=8)
@@ -378,7 +378,7 @@ def test_a_calibration_with_another_fingerprint_is_refused():
 
     pipe = pipeline()
     refuses("for another model", heart.enable, pipe, config(thresholds=Calibrated()))
-    assert intercept.attachment_of(pipe.transformer) is None
+    assert attachment.attachment_of(pipe.transformer) is None
 
 
 def test_image_models_and_strangers():

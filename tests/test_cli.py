@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from heart_attention import HeartError, cli, tiny
+from heart_attention import HeartError, tiny
+from heart_attention.cli import main
 
 COMMANDS = ("demo", "generate", "calibrate", "solve", "show", "compare", "ablate", "study", "tune-delta", "tune-order", "report",
             "project", "fetch-weights", "info")  # fmt: skip
@@ -16,14 +17,14 @@ COMMANDS = ("demo", "generate", "calibrate", "solve", "show", "compare", "ablate
 def test_every_command_of_the_design_has_help(capsys):
     for command in COMMANDS:
         with pytest.raises(SystemExit) as done:
-            cli.main([command, "--help"])
+            main.main([command, "--help"])
         assert done.value.code == 0 and command in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["generate"], ["study", "everything"]])
 def test_wrong_usage_is_2(words, capsys):
     with pytest.raises(SystemExit) as done:
-        cli.main(words)
+        main.main(words)
     assert done.value.code == 2
 
 
@@ -39,7 +40,7 @@ def test_wrong_usage_is_2(words, capsys):
     (["generate", "--prompt", "x", "--device", "abacus"], "--debug"),
 ])  # fmt: skip
 def test_failures_are_one_sentence_and_1(words, sentence, capsys):
-    assert cli.main(words) == 1
+    assert main.main(words) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("heart: ") and sentence in error
 
@@ -79,21 +80,21 @@ CALIBRATION = str(Path(tiny.path()).parent / "calibrations" / "xattention.heart.
     (["study", "iou", "--docs", "nowhere.md"], "no page"),
 ])  # fmt: skip
 def test_bad_input_is_told_before_the_work(bad_files, words, sentence, capsys):
-    assert cli.main(words) == 1
+    assert main.main(words) == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and error[0].startswith("heart: ") and sentence in error[0]
 
 
 def test_debug_shows_the_traceback(bad_files):
     with pytest.raises(HeartError):
-        cli.main(["--debug", "report", "folder"])
+        main.main(["--debug", "report", "folder"])
 
 
 def test_generate_writes_a_video(tmp_path, capsys):
     out = tmp_path / "v.mp4"
     words = ["generate", "--prompt", "a red circle moves right on a blue background", "--size", "64x64", "--frames", "4",
              "--steps", "2", "--out", str(out), "--json"]  # fmt: skip
-    assert cli.main(words) == 0 and out.stat().st_size > 500
+    assert main.main(words) == 0 and out.stat().st_size > 500
     assert json.loads(capsys.readouterr().out)["video"] == str(out)
 
 
@@ -106,7 +107,7 @@ def test_import_is_quick_and_light():
 
 def test_a_reader_that_goes_away_is_no_error():
     shipped = Path(tiny.path()).parent / "calibrations" / "xattention.heart.json"
-    code = f"import sys; from heart_attention import cli; sys.exit(cli.main(['show', {str(shipped)!r}]))"
+    code = f"import sys; from heart_attention.cli import main; sys.exit(main.main(['show', {str(shipped)!r}]))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
 
-from heart_attention.clock import MOST_BRANCHES, Clock
+from heart_attention.online.clock import MOST_BRANCHES, Clock
 
 
 class Context:

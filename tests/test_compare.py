@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from heart_attention import HeartError, compare, methods
+from heart_attention import HeartError
+from heart_attention.evaluation import methods, run
 
 
 @pytest.fixture(scope="module")
@@ -14,14 +15,14 @@ def finished(tiny_pipe, small_call, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare")
     names = ("dense", "xattention", "xattention+tmr")
     chosen = [methods.build(n, tiny_pipe, "tiny", **({} if n == "dense" else {"force_sparse": True})) for n in names]
-    setting = compare.Setting("tiny", small_call)
-    results = compare.run(tiny_pipe, chosen, ["a red circle moves right on a blue background"], [0], setting, out)
+    setting = run.Setting("tiny", small_call)
+    results = run.run(tiny_pipe, chosen, ["a red circle moves right on a blue background"], [0], setting, out)
     return out, chosen, setting, results
 
 
 def test_results_follow_the_schema(finished):
     out, _, _, results = finished
-    stored = compare.load_results(out)
+    stored = run.load_results(out)
     assert stored == json.loads(json.dumps(results))
     assert [r["method"] for r in stored["rows"]] == ["dense", "xattention", "xattention+tmr"]
     keys = {"method", "prompt", "seed", "attention_s", "total_s", "density", "refresh_rate", "psnr", "ssim"}
@@ -35,31 +36,31 @@ def test_results_follow_the_schema(finished):
 
 def test_a_second_run_generates_nothing(finished, tiny_pipe, monkeypatch):
     out, chosen, setting, results = finished
-    monkeypatch.setattr(compare, "generate", lambda *a, **k: pytest.fail("generated again"))
-    again = compare.run(tiny_pipe, chosen, [results["rows"][0]["prompt"]], [0], setting, out)
+    monkeypatch.setattr(run, "generate", lambda *a, **k: pytest.fail("generated again"))
+    again = run.run(tiny_pipe, chosen, [results["rows"][0]["prompt"]], [0], setting, out)
     assert again["rows"] == results["rows"]
-    assert "every record was there already" in compare.overhead_line(again)
+    assert "every record was there already" in run.overhead_line(again)
 
 
 def test_the_overhead_is_told(finished):
     *_, results = finished
     share = results["provenance"]["overhead"]
     assert share > 0
-    assert compare.overhead_line(results).startswith(f"overhead {share:.1%} of the generations")
+    assert run.overhead_line(results).startswith(f"overhead {share:.1%} of the generations")
 
 
 def test_a_lost_video_is_made_again(finished, tiny_pipe):
     out, chosen, setting, results = finished
     (out / results["rows"][1]["video"]).unlink()
-    again = compare.run(tiny_pipe, chosen, [results["rows"][0]["prompt"]], [0], setting, out, warm=False)
+    again = run.run(tiny_pipe, chosen, [results["rows"][0]["prompt"]], [0], setting, out, warm=False)
     assert again["rows"][1]["psnr"] == pytest.approx(results["rows"][1]["psnr"])
     assert (out / again["rows"][1]["video"]).is_file()
 
 
 def test_tables_have_all_methods(finished):
     out, _, _, results = finished
-    summary = compare.write_tables(results, out)
-    text = compare.text_table(summary)
+    summary = run.write_tables(results, out)
+    text = run.text_table(summary)
     for name in ("dense", "xattention", "xattention+tmr"):
         assert name in text and name in (out / "table.md").read_text() and name in (out / "table.csv").read_text()
     assert "Gaussian window" in (out / "table.md").read_text()
@@ -69,7 +70,7 @@ def test_tables_have_all_methods(finished):
 def test_dense_must_come_first(tiny_pipe, small_call, tmp_path):
     chosen = [methods.build("xattention", tiny_pipe, "tiny")]
     with pytest.raises(HeartError, match="must be dense"):
-        compare.run(tiny_pipe, chosen, ["x"], [0], compare.Setting("tiny", small_call), tmp_path)
+        run.run(tiny_pipe, chosen, ["x"], [0], run.Setting("tiny", small_call), tmp_path)
 
 
 def row(method, prompt, attention, psnr=None):
@@ -83,14 +84,14 @@ def test_differences_are_taken_prompt_by_prompt():
         for m, values in {"a": (30.0, 20.0, None), "b": (29.0, 18.0, 5.0)}.items()
         for p, v in zip("xyz", values)
     ]
-    mean, half = compare.difference({"rows": rows}, "a", "b")
+    mean, half = run.difference({"rows": rows}, "a", "b")
     assert mean == pytest.approx(1.5) and half == pytest.approx(12.706 * 0.5, rel=1e-3)  # t of one degree of freedom
-    assert compare.difference({"rows": rows}, "b", "a")[0] == pytest.approx(-1.5)
+    assert run.difference({"rows": rows}, "b", "a")[0] == pytest.approx(-1.5)
 
 
 def test_speedup_is_paired_and_geometric():
     rows = [row("dense", "a", 4.0), row("dense", "b", 9.0), row("m", "a", 2.0, 30.0), row("m", "b", 3.0, 32.0)]
-    entry = compare.summarise({"rows": rows, "conventions": {"psnr": ""}})[1]
+    entry = run.summarise({"rows": rows, "conventions": {"psnr": ""}})[1]
     assert entry["attention_speedup"] == pytest.approx(math.sqrt(2 * 3))
     low, high = entry["attention_speedup_ci"]
     assert low < entry["attention_speedup"] < high and entry["psnr"] == 31.0
@@ -102,15 +103,15 @@ def test_what_reuse_took_off_is_said_in_a_line():
     rows += [{**row(m, "a", 5.0 if "+" in m else 6.0, 30.0), "parts_s": p} for m, p in parts.items()]
     results = {"rows": rows, "conventions": {"psnr": ""}}
     expected = "xattention+tmr against xattention: prediction and planning -75%, attention 1.20×, PSNR +0.00 dB"
-    assert compare.reuse_lines(results) == [expected]
-    assert compare.reuse_lines({**results, "rows": rows[:2]}) == []
+    assert run.reuse_lines(results) == [expected]
+    assert run.reuse_lines({**results, "rows": rows[:2]}) == []
 
 
 @pytest.mark.parametrize("content, sentence", [("{}", "schema"), ("[1", "not valid JSON")])
 def test_a_bad_results_file_is_refused(tmp_path, content, sentence):
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(HeartError, match=sentence):
-        compare.load_results(tmp_path)
+        run.load_results(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["flash", "xattention+magic", "dense+tmr"])
@@ -122,8 +123,8 @@ def test_unknown_methods_are_refused(tiny_pipe, name):
 def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):
     import logging
 
-    log = logging.getLogger("heart_attention.engine")
-    with compare._hushed():
+    log = logging.getLogger("heart_attention.online.engine")
+    with run._hushed():
         log.warning("not heard")
     log.warning("heard")
     assert [r.message for r in caplog.records] == ["heard"]

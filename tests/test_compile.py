@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import heart_attention as heart
-from heart_attention.models.intercept import attach
+from heart_attention.models.attachment import attach
 
 TIMES = [(900.0, "cond"), (900.0, "uncond"), (800.0, "cond"), (800.0, "uncond")]
 

@@ -22,7 +22,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 import heart_attention as heart
 from heart_attention import HeartError
-from heart_attention.models.intercept import attach, attach_pipeline, attachment_of
+from heart_attention.models.attachment import attach, attach_pipeline, attachment_of
 
 CPU = torch.device("cpu")
 STEPS = 6

@@ -12,7 +12,7 @@ from heart_attention import config as configs
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.config import MODELS, PRESETS, HeartConfig, check_model, find_preset, preset, threshold_table
 from heart_attention.errors import HeartError
-from heart_attention.reuse import TMR, Always, Interval, Warmup
+from heart_attention.online.reuse import TMR, Always, Interval, Warmup
 
 
 def model(name, cls=None, **config):

@@ -19,9 +19,9 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)  # ```py 
 def registries():
     """What examples make known is forgotten afterwards."""
     from heart_attention import kernels, models
-    from heart_attention.calibration import error
+    from heart_attention.calibration.measure import velocity_error
 
-    tables = (kernels._REGISTERED, models.FAMILIES, error._REGISTRY)
+    tables = (kernels._REGISTERED, models.FAMILIES, velocity_error._REGISTRY)
     before = [dict(table) for table in tables]
     yield
     for table, kept in zip(tables, before):

@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heart_attention import kernels, worth
+from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.clock import Where
 from heart_attention.config import HeartConfig
-from heart_attention.engine import Engine
 from heart_attention.errors import HeartError
-from heart_attention.masks import Text, tile_order
-from heart_attention.reuse import TMR, Always, Interval, Warmup
+from heart_attention.masks import Text
+from heart_attention.online import cost_model
+from heart_attention.online.clock import Where
+from heart_attention.online.engine import Engine
+from heart_attention.online.reuse import TMR, Always, Interval, Warmup
+from heart_attention.token_order import tile_order
 
 H, N, D = 5, 96, 16
 X = XAttention(stride=4, block=16)
@@ -407,7 +409,7 @@ def test_heads_on_two_ranks_decide_as_one_process():
 
 def _wanted(engine, where, qkv):
     """How many heads of this rank are beyond δ, from a copy of its state."""
-    from heart_attention import reuse
+    from heart_attention.online import reuse
 
     state = engine._states.get((0, 0, "cond", 0))
     if state is None:
@@ -421,8 +423,10 @@ def _wanted(engine, where, qkv):
 
 def costs(kernel_rate, start=0.0):
     """Overheads made up so that sparse pays below a density of 1/kernel_rate; a first mask costs `start`."""
-    free = worth.Line(0, 0.0)
-    return worth.Overheads(worth.Line(0, 1.0), worth.Line(0, kernel_rate), free, free, worth.Line(start, 0.0))
+    free = cost_model.Line(0, 0.0)
+    return cost_model.Overheads(
+        cost_model.Line(0, 1.0), cost_model.Line(0, kernel_rate), free, free, cost_model.Line(start, 0.0)
+    )
 
 
 def test_dense_when_sparse_cannot_pay_and_it_says_why():
@@ -469,13 +473,13 @@ def test_a_first_mask_that_the_steps_left_cannot_win_back_is_not_made():
 
 
 def test_a_first_clustering_timed_at_a_busy_moment_is_bounded_by_its_iterations():
-    line, shape = worth.Line, (1, 4, 4096, 32)
+    line, shape = cost_model.Line, (1, 4, 4096, 32)
     svg2 = SVG2(38, 125, init_iters=50, step_iters=2)
-    work = worth.prediction_work(svg2, shape)
-    busy = worth.Overheads(line(0, 1e-11), line(0, 1e-11), line(0, 1e-4 / work), line(0, 0), line(9.0, 0))
+    work = cost_model.prediction_work(svg2, shape)
+    busy = cost_model.Overheads(line(0, 1e-11), line(0, 1e-11), line(0, 1e-4 / work), line(0, 0), line(9.0, 0))
     assert busy.start_pays(shape, 0.5, 0.3, svg2, calls=20)  # 25 times 0.1 ms, not 9 s
     assert not busy.start_pays(shape, 0.5, 0.3, XAttention(), calls=20)
-    alike = worth.Overheads(line(0, 1e-11), line(0, 1e-10), line(1.0, 0), line(0, 0), line(1.2, 0))
+    alike = cost_model.Overheads(line(0, 1e-11), line(0, 1e-10), line(1.0, 0), line(0, 0), line(1.2, 0))
     assert alike.start_pays(shape, 0.5, 0.3, XAttention(), calls=1)  # its masks may be sparser than is expected here
 
 
@@ -483,29 +487,29 @@ def test_svg2_is_measured_with_its_usual_share_of_clusters(monkeypatch):
     seen = set()
     original = SVG2.predict
     monkeypatch.setattr(SVG2, "predict", lambda self, *a, **kw: seen.add(self.q_clusters) or original(self, *a, **kw))
-    worth.measure("cpu", torch.float32, 16, SVG2().scaled_to(4096), kernels.get("gather"))
+    cost_model.measure("cpu", torch.float32, 16, SVG2().scaled_to(4096), kernels.get("gather"))
     assert seen == {SVG2().scaled_to(n).q_clusters for n in (512, 2048)}
 
 
 def test_overheads_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HEART_CACHE", str(tmp_path))
-    monkeypatch.setattr(worth, "_KNOWN", {})
+    monkeypatch.setattr(cost_model, "_KNOWN", {})
     q = torch.randn(1, 2, 64, 16)
     kernel = kernels.choose(None, q, "auto")
-    monkeypatch.setattr(worth, "STEADY", 0.0)  # as if every repetition had been disturbed
-    worth.overheads(q, X, kernel)
-    assert not (tmp_path / worth.FILE).exists()
-    monkeypatch.setattr(worth, "_KNOWN", {})
-    monkeypatch.setattr(worth, "STEADY", float("inf"))
-    found = worth.overheads(q, X, kernel)
+    monkeypatch.setattr(cost_model, "STEADY", 0.0)  # as if every repetition had been disturbed
+    cost_model.overheads(q, X, kernel)
+    assert not (tmp_path / cost_model.FILE).exists()
+    monkeypatch.setattr(cost_model, "_KNOWN", {})
+    monkeypatch.setattr(cost_model, "STEADY", float("inf"))
+    found = cost_model.overheads(q, X, kernel)
     assert found.dense_seconds((1, 2, 4096, 16)) > 0 and found.kernel.rate > 0
-    monkeypatch.setattr(worth, "_KNOWN", {})
-    monkeypatch.setattr(worth, "measure", lambda *a: pytest.fail("measured twice"))
-    assert worth.overheads(q, X, kernel) == found
-    (tmp_path / worth.FILE).write_text("{damaged")
-    monkeypatch.setattr(worth, "_KNOWN", {})
-    monkeypatch.setattr(worth, "measure", lambda *a: (found, True))
-    assert worth.overheads(q, X, kernel) == found
+    monkeypatch.setattr(cost_model, "_KNOWN", {})
+    monkeypatch.setattr(cost_model, "measure", lambda *a: pytest.fail("measured twice"))
+    assert cost_model.overheads(q, X, kernel) == found
+    (tmp_path / cost_model.FILE).write_text("{damaged")
+    monkeypatch.setattr(cost_model, "_KNOWN", {})
+    monkeypatch.setattr(cost_model, "measure", lambda *a: (found, True))
+    assert cost_model.overheads(q, X, kernel) == found
 
 
 def test_gradients_cross_shapes_and_dense_layers_run_dense():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heart_attention import __version__, kernels
-from heart_attention.commands import info
+from heart_attention.cli import info
 
 
 @pytest.fixture

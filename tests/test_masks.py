@@ -10,7 +10,8 @@ from hypothesis.extra import numpy as npst
 from heart_attention import masks
 from heart_attention.backbones import XAttention
 from heart_attention.errors import HeartError
-from heart_attention.masks import BlockMask, ClusterMask, Text, pack_bits, tile_order, top_p, unpack_bits
+from heart_attention.masks import BlockMask, ClusterMask, Text, pack_bits, top_p, unpack_bits
+from heart_attention.token_order import tile_order
 
 torch.set_num_threads(1)
 some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

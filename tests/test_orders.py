@@ -8,14 +8,16 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from heart_attention import kernels, order_tuning, orders
+from heart_attention import kernels, token_order
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.clock import Where
 from heart_attention.config import HeartConfig
-from heart_attention.engine import Engine
 from heart_attention.errors import HeartError
-from heart_attention.masks import BlockMask, Text, tile_order_of
-from heart_attention.reuse import TMR, Always
+from heart_attention.masks import BlockMask, Text
+from heart_attention.online.clock import Where
+from heart_attention.online.engine import Engine
+from heart_attention.online.reuse import TMR, Always
+from heart_attention.token_order import tile_order_of
+from heart_attention.tuning import order as order_tuning
 
 torch.set_num_threads(1)
 some = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -81,22 +83,30 @@ def test_every_candidate_is_a_permutation_of_the_tokens_in_use(grid, block, prom
     video = grid[0] * grid[1] * grid[2]
     text = Text(video, prompt, unused)
     n = video + prompt + unused
-    names = orders.candidates(grid, block)
+    names = token_order.candidates(grid, block)
     assert names[0] == "raster" and len(set(names)) == len(names)
     for name in names:
-        order = orders.permutation(name, grid, n, text, block)
+        order = token_order.permutation(name, grid, n, text, block)
         assert order.sort().values.tolist() == list(range(n - unused))
         assert order[video:].tolist() == list(range(video, n - unused))
-    assert orders.permutation("raster", (*grid[:2], grid[2] + 1), n, text, block) is None
+    assert token_order.permutation("raster", (*grid[:2], grid[2] + 1), n, text, block) is None
 
 
 def test_candidates_of_the_sizes_that_people_use():
-    assert orders.candidates((16, 16, 16), 64) == ("raster", "4x4x4", "1x8x8", "4x16x1", "16x4x1", "4x2x8", "4x1x16")
+    assert token_order.candidates((16, 16, 16), 64) == (
+        "raster",
+        "4x4x4",
+        "1x8x8",
+        "4x16x1",
+        "16x4x1",
+        "4x2x8",
+        "4x1x16",
+    )
     for grid in ((21, 30, 52), (21, 45, 80), (33, 30, 45)):  # Wan at 480p and 720p, HunyuanVideo
-        names = orders.candidates(grid, 128)
+        names = token_order.candidates(grid, 128)
         assert len(names) >= 5
         for name in names[1:]:
-            t, h, w = orders.shape_of(name)
+            t, h, w = token_order.shape_of(name)
             assert t * h * w == 128 and t <= grid[0] and h <= grid[1] and w <= grid[2]
 
 
@@ -172,7 +182,7 @@ def test_each_head_predicts_and_attends_in_its_order(text):
     out = engine.attend(at(grid=grid, text=[text] if text else None), q, k, v, sdpa)
     used = N - 10 if text else N
     for h, (name, tau) in enumerate(zip(ROW, (0.5, 0.6, 0.7, 1.0, 0.8))):
-        order = orders.permutation(name, grid, N, text, 16)
+        order = token_order.permutation(name, grid, N, text, 16)
         part = [x[:, h : h + 1, order] for x in (q, k, v)]
         kept = X.predict(part[0], part[1], tau).dense_tokens()
         assert bool(kept.all()) == (tau == 1)  # else all orders would give the same
@@ -241,19 +251,19 @@ def test_a_head_gets_blocks_shaped_as_it_looks():
     assert torch.equal(out, sdpa(q, q, v))
     tuned = order_tuning.tune(probe)
     through_time, along_rows, _ = tuned.order[0]
-    assert orders.shape_of(through_time)[0] > 1
-    assert along_rows == "raster" or orders.shape_of(along_rows)[2] > 1
+    assert token_order.shape_of(through_time)[0] > 1
+    assert along_rows == "raster" or token_order.shape_of(along_rows)[2] > 1
     assert tuned.blocks < 1 and tuned.error < 1 and 0 < tuned.moved <= 1 and tuned.calls == 1
     for keep in (1.0, 0.8):  # the thresholds give each head the share of blocks that was asked for
         tuned = order_tuning.tune(probe, keep)
         for h, (name, tau) in enumerate(zip(tuned.order[0], tuned.thresholds[0])):
-            one, order = q[:, h : h + 1], orders.permutation(name, grid, 512, None, 16)
+            one, order = q[:, h : h + 1], token_order.permutation(name, grid, 512, None, 16)
             kept, raster = (float(x.predict(one, one, t, order=o).density()) for t, o in ((tau, order), (0.8, None)))
             assert kept <= keep * raster + 0.06
             assert tau == order_tuning.MOST or kept >= keep * raster - 0.06
     fewer = [
         float(x.predict(q[:, :1], q[:, :1], 0.8, order=o).density())
-        for o in (tile_order_of(grid, orders.shape_of(through_time)), None)
+        for o in (tile_order_of(grid, token_order.shape_of(through_time)), None)
     ]
     assert fewer[0] < fewer[1]
 
@@ -281,8 +291,8 @@ def test_nothing_seen_and_clusters_are_refused():
 
 def test_the_command_writes_a_config_that_serves(tmp_path, capsys):
     import heart_attention as heart
-    from heart_attention import pipelines
-    from heart_attention.cli import main
+    from heart_attention.cli.main import main
+    from heart_attention.evaluation import pipelines
 
     path = str(tmp_path / "order.json")
     assert (
@@ -304,7 +314,7 @@ def test_the_command_writes_a_config_that_serves(tmp_path, capsys):
 
 
 def test_the_command_refuses_what_leaves_nothing_to_look_at(capsys):
-    from heart_attention.cli import main
+    from heart_attention.cli.main import main
 
     assert main(["tune-order", "--quick", "--steps", "5"]) != 0
     assert "leave none to look at" in capsys.readouterr().err

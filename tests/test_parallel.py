@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import heart_attention as heart
 from heart_attention import HeartError
 from heart_attention.calibration.file import Calibration
-from heart_attention.cli import main
+from heart_attention.cli.main import main
 from heart_attention.masks import Text
-from heart_attention.models.intercept import attach, attachment_of
-from heart_attention.models.parallel import _shares, balance, costs_of, deal_by_cost, deal_heads, imbalance, split_heads
+from heart_attention.models.attachment import attach, attachment_of
+from heart_attention.models.ulysses import _shares, balance, costs_of, deal_by_cost, deal_heads, imbalance, split_heads
 
 SHIPPED = Path(heart.__file__).parent / "tiny" / "calibrations" / "xattention.heart.json"
 
@@ -57,7 +57,7 @@ def config(**changes):
 
 
 def engine():
-    from heart_attention.engine import Engine
+    from heart_attention.online.engine import Engine
 
     return Engine(config(), layers=2, heads=4)
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from heart_attention import HeartError
-from heart_attention.models.intercept import attach, attachment_of
-from heart_attention.record import record
+from heart_attention.models.attachment import attach, attachment_of
+from heart_attention.online.recorder import record
 
 
 def steps(model, count=2, names=("cond", "uncond")):

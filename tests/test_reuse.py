@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heart_attention.errors import HeartError
-from heart_attention.reuse import (
+from heart_attention.online.reuse import (
     TMR,
     Always,
     Interval,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from heart_attention.stats import PARTS, Laps, Recorder, Row
+from heart_attention.online.stats import PARTS, Laps, Recorder, Row
 
 
 class FakeLaps(Laps):

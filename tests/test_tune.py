@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heart_attention import tuning
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.clock import Where
 from heart_attention.config import HeartConfig
-from heart_attention.engine import Engine
 from heart_attention.errors import HeartError
-from heart_attention.reuse import TMR
-from heart_attention.tuning import MaskProbe, Point, choose, tune
+from heart_attention.online.clock import Where
+from heart_attention.online.engine import Engine
+from heart_attention.online.reuse import TMR
+from heart_attention.tuning import delta
+from heart_attention.tuning.delta import MaskProbe, Point, choose, tune
 
 H, N, D, LAYERS = 4, 96, 8, 2
 X = XAttention(stride=4, block=16)
@@ -64,7 +64,7 @@ def test_iou_against_sets():
 def test_cluster_masks_are_compared_on_the_same_sampled_pairs():
     track = next(iter(probe(S).tracks.values()))
     iou = track.iou()
-    assert track.entries == tuning.SAMPLE[0] * tuning.SAMPLE[1]
+    assert track.entries == delta.SAMPLE[0] * delta.SAMPLE[1]
     assert torch.allclose(iou.diagonal(dim1=1, dim2=2), torch.ones(()))
     assert 0 < float(iou.min()) < 1
 
@@ -78,7 +78,7 @@ def test_the_replay_reuses_what_the_engine_reuses(backbone, policy):
     drive(engine, steps())
     refreshed = engine.stats()["records"][0]["refreshed"]
     for (_, layer, _, _), track in made.tracks.items():
-        reused, total, alike = tuning.replay(track, track.iou(), policy)
+        reused, total, alike = delta.replay(track, track.iou(), policy)
         expected = sum(1 - x for row in refreshed[layer][3:] for x in row)
         assert (reused, total) == (expected, H * 6)
         assert 0 <= alike <= reused
@@ -119,22 +119,23 @@ QUICK = ["tune-delta", "--size", "64x64", "--frames", "4", "--steps", "8"]
 
 def test_the_command_on_the_embedded_model(tmp_path, capsys):
     import heart_attention as heart
-    from heart_attention import cli, tiny
+    from heart_attention import tiny
+    from heart_attention.cli import main
 
     out = tmp_path / "c.json"
-    assert cli.main([*QUICK, "--json", "--relative", "--per-layer", "--target", "0.8", "--out", str(out)]) == 0
+    assert main.main([*QUICK, "--json", "--relative", "--per-layer", "--target", "0.8", "--out", str(out)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["delta"]) == 6 and told["iou"] >= 0.8 and len(told["curve"]) > 5
     pipe = tiny.load()
     with heart.enabled(pipe, out):
         assert heart.stats(pipe)["config"]["_data"]["reuse"]["_data"]["relative"] == told["delta"]
-    assert cli.main([*QUICK, "--backbone", "svg2"]) == 0
+    assert main.main([*QUICK, "--backbone", "svg2"]) == 0
     text = capsys.readouterr().out
     assert "IoU reused" in text and "TMR(delta=" in text
 
 
 def test_the_command_refuses_a_wrong_target(capsys):
-    from heart_attention import cli
+    from heart_attention.cli import main
 
-    assert cli.main([*QUICK, "--target", "7"]) == 1
+    assert main.main([*QUICK, "--target", "7"]) == 1
     assert "--target is 7.0" in capsys.readouterr().err

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import config as configs
-from .clock import Where
 from .config import HeartConfig
-from .engine import Engine
 from .errors import HeartError
 from .files import read_json
-from .stats import Stats
+from .online.clock import Where
+from .online.engine import Engine
+from .online.stats import Stats
 
 __all__ = ["attention", "disable", "enable", "enabled", "record", "stats"]
 
@@ -33,10 +33,10 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
             calibrations' files.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
-    from .models import family_of, intercept, parallel
+    from .models import attachment, family_of, ulysses
 
     transformers = _transformers(model)
-    if any(intercept.attachment_of(t) is not None for t in transformers):
+    if any(attachment.attachment_of(t) is not None for t in transformers):
         raise HeartError(f"HEART is already enabled on this {type(model).__name__}: call heart.disable(...) first")
     chosen, note = resolve(config, model)
     chosen = chosen.replace(**changes) if changes else chosen
@@ -54,11 +54,11 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
     if _is_pipeline(model):
         pipe = weakref.ref(model)
         engine.steps = lambda: getattr(getattr(pipe(), "scheduler", None), "num_inference_steps", None)
-        attached = intercept.attach_pipeline(model, engine)
+        attached = attachment.attach_pipeline(model, engine)
     else:
-        attached = [intercept.attach(model, engine)]
-    for attachment, table in zip(attached, costs):
-        parallel.deal_by_cost(attachment, table)
+        attached = [attachment.attach(model, engine)]
+    for one, table in zip(attached, costs):
+        ulysses.deal_by_cost(one, table)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def stats(model: Any, wait: bool = False) -> Stats:
 
 def record(model: Any, **options: Any) -> Any:
     """`with heart.record(pipe) as r: pipe(...)`: q, k, v by (generation, step, branch, layer), for studies."""
-    from .record import record as start
+    from .online.recorder import record as start
 
     return start(model, **options)
 
@@ -181,9 +181,9 @@ def _transformers(model: Any) -> list[Any]:
 
 def _attachments(model: Any) -> list[Any]:
     """HEART's attachments to the model's transformers (not those of a recording or calibration)."""
-    from .models import intercept
+    from .models import attachment
 
-    found = [intercept.attachment_of(t) for t in _transformers(model) if hasattr(t, "__dict__")]
+    found = [attachment.attachment_of(t) for t in _transformers(model) if hasattr(t, "__dict__")]
     return [a for a in found if a is not None and _engine(a) is not None]
 
 
@@ -217,11 +217,11 @@ def _check(config: HeartConfig, transformers: list[Any]) -> None:
 def _costs(config: HeartConfig, transformers: int) -> list[Any]:
     """What heads cost [L, H], of each transformer, where they are to be dealt by it; else nothing."""
     from .calibration import experts
-    from .models import parallel
+    from .models import ulysses
 
     if config.deal != "cost":
         return []
-    return [parallel.costs_of(one) for one in experts.for_each(config.thresholds, transformers)]
+    return [ulysses.costs_of(one) for one in experts.for_each(config.thresholds, transformers)]
 
 
 def _where(where: Any) -> Where:

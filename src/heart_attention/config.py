@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from . import backbones, orders
+from . import backbones, token_order
 from .backbones import SVG2, XAttention
 from .errors import HeartError
 from .files import read_json, write_json
-from .reuse import POLICIES, TMR, Policy
+from .online.reuse import POLICIES, TMR, Policy
 from .tiny import NATIVE
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class HeartConfig:
             put("reuse", TMR(delta=PAPER_DELTA.get(self.backbone.name, 30.0)))
         if not isinstance(self.reuse, Policy):
             raise HeartError(f"reuse is {self.reuse!r}: give TMR(...), Interval(n), Warmup(n) or Always()")
-        put("order", orders.read(self.order))
+        put("order", token_order.read(self.order))
         if self.deal not in DEALS:
             raise HeartError(f"deal is {self.deal!r}: it must be one of {', '.join(DEALS)}")
         for name in ("dense_steps", "dense_layers"):

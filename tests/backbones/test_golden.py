@@ -14,7 +14,7 @@ import torch
 
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.kernels import eager
-from heart_attention.kernels import predict as native
+from heart_attention.kernels.ops import native as native
 from heart_attention.masks import ClusterMask, Text
 
 torch.set_num_threads(1)

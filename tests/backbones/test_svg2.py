@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from heart_attention import backbones
 from heart_attention.backbones import SVG2, kmeans
 from heart_attention.errors import HeartError
-from heart_attention.kernels import predict as native
+from heart_attention.kernels.ops import native as native
 from heart_attention.masks import Text
 
 torch.set_num_threads(1)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from heart_attention import backbones
 from heart_attention.backbones import XAttention
 from heart_attention.errors import HeartError
-from heart_attention.kernels import predict as native
-from heart_attention.masks import Text, tile_order
+from heart_attention.kernels.ops import native as native
+from heart_attention.masks import Text
+from heart_attention.token_order import tile_order
 
 torch.set_num_threads(1)
 some = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

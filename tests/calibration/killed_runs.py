@@ -23,18 +23,18 @@ logging.disable(logging.WARNING)
 from models_for_tests import CALL, wan_pipe  # noqa: E402
 
 from heart_attention.backbones import XAttention  # noqa: E402
-from heart_attention.calibration import run  # noqa: E402
+from heart_attention.calibration.workflow import calibrate as workflow  # noqa: E402
 
 
-def settings(method: str) -> run.Settings:
-    return run.Settings(
+def settings(method: str) -> workflow.Settings:
+    return workflow.Settings(
         XAttention(stride=4, block=8), ("a red ball", "a cat"), CALL, method=method, held_out=("blue sky",),
         contexts=3, held_out_contexts=2, dense_steps=2, rounds=1, candidates=(0.6, 0.9, 0.95),
     )  # fmt: skip
 
 
 def calibrate(pipe, method: str, work: Path) -> bytes:
-    return run.calibrate(pipe, settings(method), work).to_bytes()
+    return workflow.calibrate(pipe, settings(method), work).to_bytes()
 
 
 def count(work: Path) -> int:

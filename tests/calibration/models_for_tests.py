@@ -12,7 +12,7 @@ from diffusers import (
 )
 from transformers import UMT5Config, UMT5EncoderModel
 
-from heart_attention.calibration.trajectory import Branch, Context
+from heart_attention.calibration.measure.trajectory import Branch, Context
 
 CALL = {"height": 32, "width": 32, "num_frames": 4, "num_inference_steps": 8, "guidance_scale": 4.0}
 CALL |= {"negative_prompt": "", "max_sequence_length": 16}

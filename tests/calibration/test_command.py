@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from models_for_tests import CALL, wan_pipe
 
-from heart_attention import pipelines
 from heart_attention.calibration import file
 from heart_attention.calibration.file import Calibration
-from heart_attention.commands import calibrate
+from heart_attention.cli import calibrate
 from heart_attention.errors import HeartError
+from heart_attention.evaluation import pipelines
 
 
 def heart(*argv) -> int:

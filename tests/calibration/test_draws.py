@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heart_attention.calibration import draws
+from heart_attention.calibration.measure import draws
 from heart_attention.errors import HeartError
 
 PINNED = {

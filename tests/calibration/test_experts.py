@@ -5,7 +5,8 @@ from models_for_tests import CALL, wan_pipe, wan_transformer
 
 import heart_attention as heart
 from heart_attention import HeartError, XAttention
-from heart_attention.calibration import experts, planning, run
+from heart_attention.calibration import experts
+from heart_attention.calibration.workflow import calibrate, plan
 
 BACKBONE = XAttention(stride=4, block=8)
 
@@ -21,13 +22,13 @@ def pair():
 
 def settings(name, **more):
     given = {"method": "isolated", "candidates": (0.5, 0.9), "contexts": 2, "dense_steps": 1}
-    return run.Settings(BACKBONE, ("a red ball", "a cat"), CALL, transformer=name, **(given | more))
+    return calibrate.Settings(BACKBONE, ("a red ball", "a cat"), CALL, transformer=name, **(given | more))
 
 
 @pytest.fixture(scope="module")
 def files(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
-    made = {n: run.calibrate(pair, settings(n), folder / n) for n in experts.NAMES}
+    made = {n: calibrate.calibrate(pair, settings(n), folder / n) for n in experts.NAMES}
     return {n: c.save(folder / f"{n}.heart.json") for n, c in made.items()}
 
 
@@ -41,7 +42,7 @@ def test_each_step_is_served_by_one(pair):
 def test_draws_stay_within_the_served_steps(pair, name, method):
     wanted = settings(name, method=method, held_out=("a dog",), held_out_contexts=2)
     first, last = experts.served(pair, name, wanted.steps)
-    found = planning.draw_contexts(wanted, 2, 2, (first, last))
+    found = plan.draw_contexts(wanted, 2, 2, (first, last))
     steps = {s for _, s in [*found.probes, *found.calibration, *found.held_out]}
     assert steps and all(first <= s <= last for s in steps)
 
@@ -74,6 +75,6 @@ def test_what_does_not_fit_is_one_sentence(pair, files, tmp_path):
     with pytest.raises(HeartError, match="the model has one"):
         heart.enable(pair.transformer, list(files.values()))
     with pytest.raises(HeartError, match="has no transformer_2"):
-        run.calibrate(wan_pipe(layers=2), settings("transformer_2"), tmp_path)
+        calibrate.calibrate(wan_pipe(layers=2), settings("transformer_2"), tmp_path)
     with pytest.raises(HeartError, match="two transformers"):
-        run.calibrate(pair, settings(None), tmp_path)
+        calibrate.calibrate(pair, settings(None), tmp_path)

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heart_attention import XAttention
-from heart_attention.calibration import export, file, solver
+from heart_attention.calibration import export, file
 from heart_attention.calibration.file import Calibration
-from heart_attention.commands import calibrate
+from heart_attention.calibration.solve import solver
+from heart_attention.cli import calibrate
 from heart_attention.errors import HeartError
 
 TAU = (0.85, 0.9, 0.95)

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heart_attention import SVG2, XAttention
-from heart_attention.calibration import file, solver
+from heart_attention.calibration import file
 from heart_attention.calibration.file import Calibration
+from heart_attention.calibration.solve import solver
 from heart_attention.errors import HeartError
 
 CANDIDATES = (0.85, 0.9, 0.95)

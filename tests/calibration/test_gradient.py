@@ -14,14 +14,15 @@ from scipy.stats import spearmanr
 
 from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.calibration import error, gradient, probes
-from heart_attention.calibration.heads import DENSE, Call, Spec
-from heart_attention.calibration.replay import Replay
-from heart_attention.clock import Where
+from heart_attention.calibration.measure import gradient, probes, velocity_error
+from heart_attention.calibration.measure.candidates import DENSE, Call, Spec
+from heart_attention.calibration.measure.replay import Replay
 from heart_attention.errors import HeartError
-from heart_attention.kernels import backward as native
 from heart_attention.kernels.eager import masked_attention
-from heart_attention.masks import BlockMask, Text, tile_order
+from heart_attention.kernels.ops import backward as native
+from heart_attention.masks import BlockMask, Text
+from heart_attention.online.clock import Where
+from heart_attention.token_order import tile_order
 
 BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
 TAUS = (0.5, 0.7, 0.9)
@@ -126,7 +127,7 @@ def _twin(replay, context, spec, choice):
         with torch.enable_grad(), replay.tap.serving(serve):
             outputs.append(replay.forward(branch.inputs))
     epsilon, reference = context.combine(outputs) - context.reference(), context.reference()
-    e = (epsilon * error.apply_weight(epsilon)).sum() / error.denominator(reference)
+    e = (epsilon * velocity_error.apply_weight(epsilon)).sum() / velocity_error.denominator(reference)
     grads = dict(zip(leaves, torch.autograd.grad(e, list(leaves.values()))))
     m = np.zeros((len(choice), 2, len(spec.candidates)))
     for (name, layer), g in grads.items():
@@ -143,11 +144,11 @@ def test_first_order_terms_equal_autograd_through_the_model(family, backbone):
     context, spec = context_of(model), Spec(BACKBONES[backbone], TAUS)
     with Replay(model) as replay:
         choice = [[1, 2] if layer % 2 else [2, 1] for layer in range(len(replay.layers))]
-        found = gradient.differentiate(replay, context, spec, choice, error.Spectral(), seed=0)
+        found = gradient.differentiate(replay, context, spec, choice, velocity_error.Spectral(), seed=0)
         e, m = _twin(replay, context, spec, choice)
         plain = probes.full_forward(replay, context, spec, dict(enumerate(choice)))
-        verified = gradient.verify(replay, context, spec, choice, error.Spectral())
-    assert found.error == verified["error"] == error.spectral(plain, context.reference())
+        verified = gradient.verify(replay, context, spec, choice, velocity_error.Spectral())
+    assert found.error == verified["error"] == velocity_error.spectral(plain, context.reference())
     assert found.error == pytest.approx(e, rel=1e-5)
     assert np.abs(found.first - m).max() < 1e-5 * np.abs(m).max()
     assert np.array_equal(found.own, np.asarray(verified["sparsity"]))
@@ -160,7 +161,7 @@ def test_first_order_terms_predict_small_moves():
     model = wan_transformer(layers=2)
     context, spec, choice = wan_context(model), Spec(BACKBONES["xattention"], TAUS), [[1, 1], [1, 1]]
     with Replay(model) as replay:
-        found = gradient.differentiate(replay, context, spec, choice, error.Spectral(), seed=0)
+        found = gradient.differentiate(replay, context, spec, choice, velocity_error.Spectral(), seed=0)
         step, outputs = 1e-2, []
         for branch in context.branches:
 
@@ -173,7 +174,7 @@ def test_first_order_terms_predict_small_moves():
 
             with torch.no_grad(), replay.tap.serving(serve):
                 outputs.append(replay.forward(branch.inputs))
-    change = error.spectral(context.combine(outputs), context.reference()) - found.error
+    change = velocity_error.spectral(context.combine(outputs), context.reference()) - found.error
     assert change / step == pytest.approx(found.first[0, 1, 2], rel=0.05)
 
 
@@ -182,9 +183,14 @@ def test_isolated_estimates_rank_heads_as_exact_probes_do():
     context, spec = wan_context(model), Spec(BACKBONES["xattention"], TAUS)
     dense = [[DENSE] * 4] * 3
     with Replay(model) as replay:
-        passes = [gradient.differentiate(replay, context, spec, dense, error.Spectral(), 0, draw) for draw in range(12)]
+        passes = [
+            gradient.differentiate(replay, context, spec, dense, velocity_error.Spectral(), 0, draw)
+            for draw in range(12)
+        ]
         exact = np.zeros((3, 4, 3))
-        for layer, record in probes.probe(replay, context, {n: range(4) for n in range(3)}, spec, error.Spectral()):
+        for layer, record in probes.probe(
+            replay, context, {n: range(4) for n in range(3)}, spec, velocity_error.Spectral()
+        ):
             exact[layer] = [record["heads"][str(h)]["error"] for h in range(4)]
             sparsity = [record["heads"][str(h)]["sparsity"] for h in range(4)]
             assert np.array_equal(passes[0].sparsity[layer], np.asarray(sparsity))
@@ -198,7 +204,7 @@ def test_candidates_with_equal_masks_get_equal_terms():
     model = wan_transformer(layers=1)
     spec = Spec(BACKBONES["xattention"], (0.5, 0.5000001, 0.7, 0.9999999, 1.0))
     with Replay(model) as replay:
-        found = gradient.differentiate(replay, wan_context(model), spec, [[2, 0]], error.Spectral(), 0)
+        found = gradient.differentiate(replay, wan_context(model), spec, [[2, 0]], velocity_error.Spectral(), 0)
     for table in (found.first, found.second):
         assert table[0, 0, 0] == table[0, 0, 1] != 0 and table[0, 0, 3] == table[0, 0, 4] != 0
         assert table[0, 0, 2] == 0 and table[0, 1, 0] == table[0, 1, 1] == 0
@@ -220,7 +226,7 @@ def _peak_of_saved(layers: int) -> int:
     model = wan_transformer(layers=layers)
     context, spec = wan_context(model, guidance=None), Spec(BACKBONES["xattention"], TAUS)
     with Replay(model) as replay, torch.autograd.graph.saved_tensors_hooks(Box, lambda box: box.tensor):
-        gradient.differentiate(replay, context, spec, [[1, 1]] * layers, error.Spectral(), 0)
+        gradient.differentiate(replay, context, spec, [[1, 1]] * layers, velocity_error.Spectral(), 0)
     return peak[0]
 
 
@@ -239,7 +245,12 @@ def test_an_error_that_is_no_quadratic_form_is_refused():
     model = wan_transformer(layers=1)
     with Replay(model) as replay, pytest.raises(HeartError, match="not a quadratic form"):
         gradient.differentiate(
-            replay, wan_context(model), Spec(BACKBONES["xattention"], TAUS), [[1, 1]], error.AttentionOutput(), 0
+            replay,
+            wan_context(model),
+            Spec(BACKBONES["xattention"], TAUS),
+            [[1, 1]],
+            velocity_error.AttentionOutput(),
+            0,
         )
 
 

@@ -10,10 +10,10 @@ import pytest
 from models_for_tests import CALL, wan_context, wan_pipe
 
 from heart_attention.backbones import XAttention
-from heart_attention.calibration import error, probes
-from heart_attention.calibration.heads import Spec
-from heart_attention.calibration.replay import Replay
-from heart_attention.studies import interactions
+from heart_attention.calibration.measure import probes, velocity_error
+from heart_attention.calibration.measure.candidates import Spec
+from heart_attention.calibration.measure.replay import Replay
+from heart_attention.evaluation.studies import interactions
 
 
 def test_joint_and_additive_errors_are_those_of_forwards_and_probes():
@@ -23,13 +23,13 @@ def test_joint_and_additive_errors_are_those_of_forwards_and_probes():
         found = interactions._context(replay, context, spec, orders=2, seed=0)
         single = [
             record["heads"][str(h)]["error"][0]
-            for _, record in probes.probe(replay, context, {0: [0, 1], 1: [0, 1]}, spec, error.Spectral())
+            for _, record in probes.probe(replay, context, {0: [0, 1], 1: [0, 1]}, spec, velocity_error.Spectral())
             for h in (0, 1)
         ]
         both = probes.full_forward(replay, context, spec, {0: [0, 0], 1: [0, 0]})
     assert found["sizes"] == [1, 2, 3, 4]
     assert found["additive"][:, -1] == pytest.approx(sum(single), rel=1e-5)
-    assert found["joint"][:, -1] == pytest.approx(error.spectral(both, context.reference()))
+    assert found["joint"][:, -1] == pytest.approx(velocity_error.spectral(both, context.reference()))
     np.testing.assert_allclose(found["joint"][:, 0], found["additive"][:, 0], rtol=1e-5)  # one head: no interaction
     assert -1 <= found["within"] <= 1 and -1 <= found["between"] <= 1
 

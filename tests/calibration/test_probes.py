@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
 
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.calibration import error, heads, probes
-from heart_attention.calibration.heads import DENSE, Spec
-from heart_attention.calibration.replay import Replay
+from heart_attention.calibration.measure import candidates, probes, velocity_error
+from heart_attention.calibration.measure.candidates import DENSE, Spec
+from heart_attention.calibration.measure.replay import Replay
 from heart_attention.errors import HeartError
 
 BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
@@ -28,14 +28,14 @@ def test_probes_equal_full_forwards_bit_for_bit(family, backbone):
     model = make()
     context, spec = context_of(model), Spec(BACKBONES[backbone], (0.5, 0.7, 0.9))
     with Replay(model) as replay:
-        for layer, record in probes.probe(replay, context, _all(replay), spec, error.Spectral()):
+        for layer, record in probes.probe(replay, context, _all(replay), spec, velocity_error.Spectral()):
             for head in (0, 1):
                 found = record["heads"][str(head)]
                 for k in range(3):
                     pick = {layer: [k if h == head else DENSE for h in range(2)]}
                     velocity = probes.full_forward(replay, context, spec, pick)
-                    assert found["error"][k] == error.spectral(velocity, context.reference()) > 0
-                    assert found["bands"][k] == error.bands(velocity, context.reference()).tolist()
+                    assert found["error"][k] == velocity_error.spectral(velocity, context.reference()) > 0
+                    assert found["bands"][k] == velocity_error.bands(velocity, context.reference()).tolist()
                 assert found["sparsity"] == sorted(found["sparsity"], reverse=True)
 
 
@@ -48,7 +48,7 @@ def test_only_the_layers_from_the_probed_one_on_are_run():
     with Replay(model) as replay:
         replay.analysis(context.branches[0].inputs)
         calls.clear()
-        list(probes.probe(replay, context, {2: [0]}, spec, error.Spectral(), null=False))
+        list(probes.probe(replay, context, {2: [0]}, spec, velocity_error.Spectral(), null=False))
     assert calls == [0, 1, 2, 2, 3]  # one dense pass up to the layer, then the probe from there
 
 
@@ -57,7 +57,7 @@ def test_equal_masks_are_measured_once_and_all_ones_cost_nothing():
     context = wan_context(model, guidance=None)
     spec = Spec(BACKBONES["xattention"], (0.5, 0.5000001, 0.7, 0.9999999, 1.0))
     with Replay(model) as replay:
-        ((_, record),) = probes.probe(replay, context, {0: [0]}, spec, error.Spectral())
+        ((_, record),) = probes.probe(replay, context, {0: [0]}, spec, velocity_error.Spectral())
     found = record["heads"]["0"]
     assert found["error"][0] == found["error"][1] > found["error"][2]
     assert found["error"][3:] == [0.0, 0.0] and found["sparsity"][3:] == [0.0, 0.0]
@@ -69,7 +69,11 @@ def test_the_null_probe_tells_the_floor_once_a_context():
     with Replay(model) as replay:
         found = dict(
             probes.probe(
-                replay, wan_context(model), _all(replay), Spec(BACKBONES["xattention"], (0.5,)), error.Spectral()
+                replay,
+                wan_context(model),
+                _all(replay),
+                Spec(BACKBONES["xattention"], (0.5,)),
+                velocity_error.Spectral(),
             )
         )
     assert "null" not in found[1] and found[0]["null"]["layer"] == 0
@@ -81,14 +85,14 @@ def test_errors_on_the_attention_output_and_of_ones_own():
         name, on = "louder", "velocity"
 
         def measure(self, velocity, reference):
-            return 10 * error.velocity_mse(velocity, reference)
+            return 10 * velocity_error.velocity_mse(velocity, reference)
 
     model = wan_transformer(layers=1)
     context, spec = wan_context(model), Spec(BACKBONES["xattention"], (0.5,))
     with Replay(model) as replay:
         by = {
             m.name: next(probes.probe(replay, context, {0: [1]}, spec, m))[1]["heads"]["1"]
-            for m in (error.AttentionOutput(), error.VelocityMSE(), Louder())
+            for m in (velocity_error.AttentionOutput(), velocity_error.VelocityMSE(), Louder())
         }
     assert by["attention"]["error"] == by["mse"]["attention"]
     assert by["louder"]["error"][0] == pytest.approx(10 * by["mse"]["error"][0])
@@ -107,7 +111,7 @@ def test_svg2_candidates_share_one_clustering(monkeypatch):
 
     monkeypatch.setattr(svg2, "lloyd_heads", counted)
     q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
-    masks, full = heads.candidate_masks(BACKBONES["svg2"], q, k, (0.3, 0.6, 0.9), None, None, (1, "cond", 0))
+    masks, full = candidates.candidate_masks(BACKBONES["svg2"], q, k, (0.3, 0.6, 0.9), None, None, (1, "cond", 0))
     assert len(runs) == 4  # queries and keys of two heads
     for tau, mask in zip((0.3, 0.6, 0.9), masks):
         alone = BACKBONES["svg2"].predict(q, k, tau, key=(1, "cond", 0))
@@ -117,23 +121,23 @@ def test_svg2_candidates_share_one_clustering(monkeypatch):
 
 @pytest.mark.parametrize("order", ["raster", "tiles"])
 def test_xattention_candidates_equal_single_predictions(order):
-    from heart_attention.masks import tile_order
+    from heart_attention.token_order import tile_order
 
     x, q, k = BACKBONES["xattention"], torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
     permutation = tile_order((4, 4, 4), 8) if order == "tiles" else None
-    masks, _ = heads.candidate_masks(x, q, k, (0.3, 0.9), None, permutation, (0, "cond", 0))
+    masks, _ = candidates.candidate_masks(x, q, k, (0.3, 0.9), None, permutation, (0, "cond", 0))
     for tau, mask in zip((0.3, 0.9), masks):
         assert torch.equal(mask.blocks, x.predict(q, k, tau, order=permutation).blocks)
 
 
 def test_candidates_in_an_order_for_every_head():
-    from heart_attention.clock import Where
-    from heart_attention.masks import tile_order_of
+    from heart_attention.online.clock import Where
+    from heart_attention.token_order import tile_order_of
 
     x, taus, row = BACKBONES["xattention"], (0.3, 0.9), ("2x4x1", "raster", "1x2x4", "2x4x1")
     q, k, v = torch.randn(3, 1, 4, 64, 16)
-    spec = heads.Spec(x, taus, order=(("raster",) * 4, row))
-    call = heads.Call(spec, Where(layer=1, layers=2, step=0, branch="cond", grid=(4, 4, 4)), "cond", q, k, v)
+    spec = candidates.Spec(x, taus, order=(("raster",) * 4, row))
+    call = candidates.Call(spec, Where(layer=1, layers=2, step=0, branch="cond", grid=(4, 4, 4)), "cond", q, k, v)
     masks, full = call.masks[0]
     assert full.density().min() == 1
     outs = [call.run(range(4), c) for c in (0, 1)]
@@ -170,7 +174,7 @@ def test_replays_from_any_block_give_the_models_output(family):
 
 
 def test_a_model_without_blocks_is_refused():
-    from heart_attention.calibration.replay import block_path
+    from heart_attention.calibration.measure.replay import block_path
 
     with pytest.raises(HeartError, match="lies in no list of blocks"):
         block_path(torch.nn.Sequential(), "training")

@@ -12,7 +12,7 @@ import torch
 from models_for_tests import CALL, wan_pipe
 
 from heart_attention.backbones import XAttention
-from heart_attention.calibration import run, work
+from heart_attention.calibration.workflow import calibrate, tasks
 from heart_attention.errors import HeartError
 
 ray = pytest.importorskip("ray")
@@ -41,16 +41,16 @@ def cluster():
 
 
 def settings(method):
-    return run.Settings(
+    return calibrate.Settings(
         XAttention(stride=4, block=8), ("a red ball", "a cat"), CALL, method=method, held_out=("blue sky",),
         contexts=3, held_out_contexts=2, dense_steps=2, rounds=1, candidates=(0.6, 0.9, 0.95),
     )  # fmt: skip
 
 
 def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypatch):
-    from heart_attention.calibration.ray import RayCrew
+    from heart_attention.execution.ray import RayCrew
 
-    local = run.calibrate(load(), settings("probes"), tmp_path / "local")
+    local = calibrate.calibrate(load(), settings("probes"), tmp_path / "local")
     crews, replaced, killed = [], [], []
     original, replace = RayCrew.__init__, RayCrew._replace
 
@@ -66,7 +66,7 @@ def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypa
             killed.append(ray.get(crews[0].actors[0].process.remote()))
             os.kill(killed[0], signal.SIGKILL)
 
-    spread = run.calibrate(
+    spread = calibrate.calibrate(
         load(), settings("probes"), tmp_path / "ray", ray="auto", loader=load, workers=2, progress=kill_one
     )
     assert len(crews[0].needs) == 1 and crews[0].count == 2
@@ -75,27 +75,27 @@ def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypa
 
 
 def test_a_failing_task_is_one_sentence(cluster, tmp_path):
-    from heart_attention.calibration.ray import RayCrew
+    from heart_attention.execution.ray import RayCrew
 
     crew = RayCrew("auto", load, settings("probes").job(), workers=1)
     try:
         with pytest.raises(HeartError, match="a Ray worker failed at verify_p000_s001"):
-            list(crew.do([work.Task("verify", 0, 1, choice=((0,),))], lambda *_: b"no context"))
+            list(crew.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b"no context"))
     finally:
         crew.close()
 
 
 def test_a_task_that_kills_every_worker_is_given_up(cluster):
-    from heart_attention.calibration.ray import RayCrew
+    from heart_attention.execution.ray import RayCrew
 
     crew = RayCrew("auto", functools.partial(os._exit, 1), settings("probes").job(), workers=1)
     try:
         with pytest.raises(HeartError, match="lost 4 Ray workers in a row"):
-            list(crew.do([work.Task("verify", 0, 1, choice=((0,),))], lambda *_: b""))
+            list(crew.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b""))
     finally:
         crew.close()
 
 
 def test_ray_needs_a_loader(cluster, tmp_path):
     with pytest.raises(HeartError, match="needs a loader"):
-        run.calibrate(load(), settings("probes"), tmp_path, ray="auto")
+        calibrate.calibrate(load(), settings("probes"), tmp_path, ray="auto")

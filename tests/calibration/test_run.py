@@ -17,8 +17,10 @@ import torch
 from models_for_tests import CALL, wan_pipe
 
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.calibration import file, planning, run, search, store
-from heart_attention.calibration.settings import METHODS
+from heart_attention.calibration import file
+from heart_attention.calibration.solve import search
+from heart_attention.calibration.workflow import calibrate, plan, store
+from heart_attention.calibration.workflow.settings import METHODS
 from heart_attention.errors import HeartError
 
 HERE = Path(__file__).parent
@@ -41,7 +43,9 @@ def pipe():
 def settings(method="joint", backbone=None, **more):
     given = {"method": method, "held_out": ("blue sky",), "contexts": 3, "held_out_contexts": 2, "dense_steps": 2}
     given |= {"rounds": 1, "candidates": (0.6, 0.9, 0.95)}
-    return run.Settings(backbone or XAttention(stride=4, block=8), ("a red ball", "a cat"), CALL, **(given | more))
+    return calibrate.Settings(
+        backbone or XAttention(stride=4, block=8), ("a red ball", "a cat"), CALL, **(given | more)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def finished(pipe, tmp_path_factory):
         work, stages = tmp_path_factory.mktemp(method), []
         made[method] = (
             work,
-            run.calibrate(pipe, settings(method), work, progress=lambda *a, s=stages: s.append(a)),
+            calibrate.calibrate(pipe, settings(method), work, progress=lambda *a, s=stages: s.append(a)),
             stages,
         )
     return made
@@ -95,7 +99,7 @@ def test_joint_never_ends_above_the_shared_threshold(finished):
 
 def test_probes_tables_are_means_of_the_heads_own_contexts(finished, pipe):
     work, made, _ = finished["probes"]
-    contexts = planning.draw_contexts(settings("probes"), 2, 2)
+    contexts = plan.draw_contexts(settings("probes"), 2, 2)
     for layer in range(2):
         for head in range(2):
             own = [at for at, wanted in contexts.probes.items() if head in wanted.get(layer, ())]
@@ -115,7 +119,7 @@ def _value(work, name):
 
 
 def test_probes_with_a_relative_mean_weigh_errors_and_bands_alike(finished, pipe, tmp_path):
-    made = run.calibrate(pipe, settings("probes", mean="relative"), tmp_path)
+    made = calibrate.calibrate(pipe, settings("probes", mean="relative"), tmp_path)
     assert made.settings["mean"] == "relative" and not np.allclose(made.E, finished["probes"][1].E)
     np.testing.assert_allclose(made.bands @ [1, 0.5, 0.01, 0.01], made.E, rtol=1e-12)
 
@@ -126,8 +130,8 @@ def test_finished_work_is_not_done_again(finished, pipe, monkeypatch):
     def refuse(*_):
         raise AssertionError("work was done again")
 
-    monkeypatch.setattr(run.Worker, "run", refuse)
-    assert run.calibrate(pipe, settings("joint"), work) == made
+    monkeypatch.setattr(calibrate.Worker, "run", refuse)
+    assert calibrate.calibrate(pipe, settings("joint"), work) == made
 
 
 def _copy(work, tmp_path):
@@ -153,27 +157,27 @@ def test_damage_is_found_and_mended(finished, pipe, tmp_path, harm, caplog):
         context = sorted((work / "trajectories").glob("*.safetensors"))[0]
         context.write_bytes(context.read_bytes()[:-4] + b"\0\0\0\1")
         path.unlink()
-    assert run.calibrate(pipe, settings("isolated"), work) == made
+    assert calibrate.calibrate(pipe, settings("isolated"), work) == made
     assert ("damaged or of another plan" in caplog.text) == (harm in ("half", "altered", "other plan"))
 
 
 def test_a_changed_plan_is_refused_and_names_what_changed(finished, pipe, tmp_path):
     work = finished["isolated"][0]
     with pytest.raises(HeartError, match=r"another calibration \(different: contexts, seed\)"):
-        run.calibrate(pipe, settings("isolated", seed=1, contexts=4), work)
+        calibrate.calibrate(pipe, settings("isolated", seed=1, contexts=4), work)
     with pytest.raises(HeartError, match="different: model, weights"):
-        run.calibrate(wan_pipe(layers=3), settings("isolated"), work)
+        calibrate.calibrate(wan_pipe(layers=3), settings("isolated"), work)
     with pytest.raises(HeartError, match="different: weights"):
-        run.calibrate(wan_pipe(layers=2, seed=9), settings("isolated"), work)
+        calibrate.calibrate(wan_pipe(layers=2, seed=9), settings("isolated"), work)
     with pytest.raises(HeartError, match="records already: resume"):
-        run.calibrate(pipe, settings("isolated"), work, resume=False)
+        calibrate.calibrate(pipe, settings("isolated"), work, resume=False)
     copy = _copy(work, tmp_path)
     (copy / "plan.json").write_text("{}")
     with pytest.raises(HeartError, match="damaged or of another version"):
-        run.calibrate(pipe, settings("isolated"), copy)
+        calibrate.calibrate(pipe, settings("isolated"), copy)
     (copy / "plan.json").unlink()
     with pytest.raises(HeartError, match="records but no plan"):
-        run.calibrate(pipe, settings("isolated"), copy)
+        calibrate.calibrate(pipe, settings("isolated"), copy)
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(finished, pipe, tmp_path, monkeypatch):
@@ -191,24 +195,24 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(finished, pipe, tmp_path,
         with pytest.raises(
             HeartError, match=r"cannot be written \(No space left on device\): what is finished is kept"
         ):
-            run.calibrate(pipe, settings("isolated"), work)
+            calibrate.calibrate(pipe, settings("isolated"), work)
     assert {p.name for p in (work / "records").iterdir()} == before
-    assert run.calibrate(pipe, settings("isolated"), work) == made
+    assert calibrate.calibrate(pipe, settings("isolated"), work) == made
 
 
 def test_the_model_is_given_back_whatever_happens(pipe, tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(run.Runner, "records", fail)
+    monkeypatch.setattr(calibrate.Runner, "records", fail)
     with pytest.raises(RuntimeError, match="in the middle"):
-        run.calibrate(pipe, settings("isolated"), tmp_path)
+        calibrate.calibrate(pipe, settings("isolated"), tmp_path)
     assert not any("forward" in m.__dict__ for m in pipe.transformer.modules())
     assert all(type(b.attn1.processor).__mro__[1] is object for b in pipe.transformer.blocks)
 
 
 def test_svg2_and_the_conditional_velocity(pipe, tmp_path):
-    made = run.calibrate(
+    made = calibrate.calibrate(
         pipe, settings("probes", SVG2(6, 10, init_iters=5), velocity="cond", strata="sparse"), tmp_path
     )
     assert made.backbone["name"] == "svg2" and made.settings["velocity"] == "cond"
@@ -248,4 +252,4 @@ def test_two_transformers_are_refused(pipe, tmp_path):
         transformer, transformer_2, scheduler = pipe.transformer, pipe.transformer, pipe.scheduler
 
     with pytest.raises(HeartError, match="two transformers"):
-        run.calibrate(Both(), settings(), tmp_path)
+        calibrate.calibrate(Both(), settings(), tmp_path)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heart_attention import XAttention
-from heart_attention.calibration.search import LEAST, Trials, context_weights
-from heart_attention.calibration.settings import Settings
+from heart_attention.calibration.solve.search import LEAST, Trials, context_weights
+from heart_attention.calibration.workflow.settings import Settings
 from heart_attention.errors import HeartError
 
 CONTEXTS = [(0, 5), (1, 9), (2, 14)]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from heart_attention.calibration import show, solver
+from heart_attention.calibration import show
 from heart_attention.calibration.file import Calibration
-from heart_attention.commands import calibrate
+from heart_attention.calibration.solve import solver
+from heart_attention.cli import calibrate
 from heart_attention.errors import HeartError
 
 TAU = np.array([0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98])

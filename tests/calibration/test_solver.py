@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from heart_attention.calibration import cbc, solver
+from heart_attention.calibration.solve import cbc, solver
 from heart_attention.errors import HeartError
 
 TAU3 = (0.85, 0.9, 0.95)

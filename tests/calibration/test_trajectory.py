@@ -6,8 +6,8 @@ import pytest
 import torch
 from models_for_tests import CALL, wan_context, wan_pipe, wan_transformer
 
-from heart_attention.calibration import trajectory
-from heart_attention.calibration.replay import Replay
+from heart_attention.calibration.measure import trajectory
+from heart_attention.calibration.measure.replay import Replay
 from heart_attention.errors import HeartError
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from heart_attention import kernels
-from heart_attention.kernels import build
+from heart_attention.kernels.ops import build
 from heart_attention.masks import BlockMask, ClusterMask
 
 compiler = pytest.mark.skipif(not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler")

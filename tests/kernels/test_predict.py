@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from heart_attention.backbones import XAttention, kmeans
-from heart_attention.kernels import build
-from heart_attention.kernels import predict as native
+from heart_attention.kernels.ops import build
+from heart_attention.kernels.ops import native as native
 
 torch.set_num_threads(1)
 compiled = pytest.mark.skipif(not native.serves(torch.zeros(1, 1)), reason="no compiler")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from heart_attention.errors import HeartError
-from heart_attention.kernels import triton_attention, triton_predict
+from heart_attention.kernels import triton_attention
+from heart_attention.kernels.ops import triton_predict
 from heart_attention.masks import BlockMask
 
 HERE = Path(__file__).parent

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention, kmeans
-from heart_attention.calibration.heads import Call, Spec
-from heart_attention.clock import Where
+from heart_attention.calibration.measure.candidates import Call, Spec
 from heart_attention.errors import HeartError
-from heart_attention.kernels import eager, triton_attention, triton_predict
+from heart_attention.kernels import eager, triton_attention
+from heart_attention.kernels.ops import triton_predict
 from heart_attention.masks import BlockMask, ClusterMask
+from heart_attention.online.clock import Where
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
 torch.set_num_threads(1)

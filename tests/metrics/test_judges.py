@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heart_attention import HeartError
-from heart_attention.metrics import judges
+from heart_attention.evaluation.metrics import judges
 
 RECORDED = {  # the shape of VBench's own file: a mean, then one entry a video
     "subject_consistency": [0.9612, [{"video_path": "a-0.mp4", "video_results": 0.9612}]],

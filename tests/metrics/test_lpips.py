@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from heart_attention import HeartError
-from heart_attention.metrics import lpips
+from heart_attention.evaluation.metrics import lpips
 
 
 @pytest.fixture

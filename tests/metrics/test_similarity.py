@@ -7,7 +7,8 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torchmetrics.functional.image import peak_signal_noise_ratio as torchmetrics_psnr
 from torchmetrics.functional.image import structural_similarity_index_measure as torchmetrics_ssim
 
-from heart_attention import HeartError, metrics
+from heart_attention import HeartError
+from heart_attention.evaluation import metrics
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from heart_attention import HeartError, video
-from heart_attention.metrics.vmaf import vmaf
+from heart_attention import HeartError
+from heart_attention.evaluation import video
+from heart_attention.evaluation.metrics.vmaf import vmaf
 
 
 def clip(noise: float) -> np.ndarray:

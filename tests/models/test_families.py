@@ -6,7 +6,7 @@ import torch
 
 from heart_attention import HeartError
 from heart_attention.models import family_of
-from heart_attention.models.intercept import attach
+from heart_attention.models.attachment import attach
 
 NAMES = list(tiny.MODELS)
 

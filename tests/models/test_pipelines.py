@@ -5,7 +5,7 @@ import pytest
 import tiny_models as tiny
 import torch
 
-from heart_attention.models.intercept import attach_pipeline
+from heart_attention.models.attachment import attach_pipeline
 
 STEPS = 3
 SIZE = {"num_inference_steps": STEPS, "height": 64, "width": 64, "output_type": "latent"}

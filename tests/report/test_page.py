@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from heart_attention import HeartError, report, video
+from heart_attention import HeartError
+from heart_attention.evaluation import report, video
 
 METHODS = ("dense", "xattention", "xattention+heart")
 
@@ -118,7 +119,7 @@ def test_hover_shows_the_value(folder, browser):
 
 
 def test_the_headline_names_every_heart_the_closest_first():
-    from heart_attention.report.build import _headline
+    from heart_attention.evaluation.report.build import _headline
 
     entry = lambda name, speed, psnr: {  # noqa: E731
         "method": name, "attention_speedup": speed, "total_speedup": 1 + speed / 4, "psnr": psnr,

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heart_attention.report import heads, plots
+from heart_attention.evaluation.report import heads, plots
 
 
 def tips(svg: str) -> list[str]:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from heart_attention import HeartError, compare
-from heart_attention.studies import ablations
+from heart_attention import HeartError
+from heart_attention.evaluation import run
+from heart_attention.evaluation.studies import ablations
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 1.0])
@@ -19,7 +20,7 @@ def test_matched_policies_refresh_as_often(rate):
 @pytest.fixture(scope="module")
 def bench(tiny_pipe, small_call, tmp_path_factory):
     out = tmp_path_factory.mktemp("ablate")
-    setting = compare.Setting("tiny", small_call)
+    setting = run.Setting("tiny", small_call)
     return ablations.Bench(tiny_pipe, "tiny", "xattention", ["a red circle moves right on a blue background"], [0],
                            setting, Path(out), {})  # fmt: skip
 

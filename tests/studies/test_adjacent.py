@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heart_attention.backbones import XAttention
-from heart_attention.studies import adjacent, drift, iou, timesteps
+from heart_attention.evaluation.studies import adjacent, drift, iou, timesteps
 
 
 @settings(deadline=None, max_examples=40)

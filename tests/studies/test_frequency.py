@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from heart_attention.calibration.error import BANDS, band_energies
-from heart_attention.studies import frequency
+from heart_attention.calibration.measure.velocity_error import BANDS, band_energies
+from heart_attention.evaluation.studies import frequency
 
 
 @pytest.mark.parametrize("band", range(4))

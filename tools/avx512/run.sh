@@ -16,7 +16,7 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 work=${1:?usage: run.sh WORK [VMLINUZ]}
 vmlinuz=${2:-}
-sources=$(cd "${SOURCES:-$here/../../src/heart_attention/kernels}" && pwd)
+sources=$(cd "${SOURCES:-$here/../../src/heart_attention/kernels/csrc}" && pwd)
 cc=${CC:-gcc}
 model=${MODEL:-corei7_skylake_x}
 limit=${LIMIT:-7200}

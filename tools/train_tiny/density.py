@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from diffusers.models.transformers import transformer_wan
 
-from heart_attention.masks import tile_order
+from heart_attention.token_order import tile_order
 
 BLOCK, STRIDE = 64, 8
 

@@ -1,6 +1,6 @@
 """Lloyd's k-means of one head's tokens, Euclidean, chunked over tokens.
 
-The assignment runs in C where that was built (kernels/predict.py) and in PyTorch everywhere else.
+The assignment runs in C where that was built (kernels/ops/native.py) and in PyTorch everywhere else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import predict as native
+from ..kernels.ops import native as native
 from ..masks import Text
 
 TOLERANCE = 1e-4  # a head stops once no centroid moves further than this
@@ -76,7 +76,7 @@ def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | No
     On a CPU one space serves all heads that must be converted: blocks of this size, freed and asked for again
     between small ones that stay, would leave holes in the process's memory.
     """
-    from ..kernels import triton_predict
+    from ..kernels.ops import triton_predict
 
     if x and triton_predict.serves(x[0][None, None], "k-means"):
         return gpu_heads(x, init, iters, text)
@@ -92,7 +92,7 @@ def lloyd_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | No
 
 def gpu_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | None = None) -> list[Clusters]:
     """`lloyd_heads` by the GPU's kernels, all heads at once."""
-    from ..kernels import triton_predict
+    from ..kernels.ops import triton_predict
 
     stacked = torch.stack([video_tokens(one, text) for one in x])[None]  # [1, H, N, D]
     found = triton_predict.kmeans(stacked, torch.stack(init)[None], iters)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..kernels import predict as native
+from ..kernels.ops import native as native
 from ..masks import BlockMask, Text, top_p
 from .base import Key, NoState, Settings, Thresholds, check_positive, check_qk, read_text, read_thresholds
 
@@ -168,7 +168,7 @@ class XAttention(Settings):
 
 
 def _gpu_serves(settings: XAttention, q: Tensor) -> bool:
-    from ..kernels import triton_predict
+    from ..kernels.ops import triton_predict
 
     reasons = triton_predict.score_reasons(settings.stride, settings.block)
     return triton_predict.serves(q, "XAttention", *reasons)
@@ -177,7 +177,7 @@ def _gpu_serves(settings: XAttention, q: Tensor) -> bool:
 def _gpu_scores(
     settings: XAttention, q: list[Tensor], k: list[Tensor], order: Tensor | None, shape: tuple[int, int, int]
 ) -> Tensor:
-    from ..kernels import triton_predict
+    from ..kernels.ops import triton_predict
 
     s, block, masked = settings.stride, settings.block, settings.pad == "block"
     more: dict[str, Any] = {"order": order, "q_blocks": shape[1], "k_blocks": shape[2], "masked": masked}

@@ -26,8 +26,8 @@ import numpy as np
 from .. import __version__
 from ..errors import HeartError
 from ..files import read_json, write_atomic
-from . import solver
 from .file import LIMIT, Calibration
+from .solve import solver
 
 KEY = "sparse_attention_config"
 PRODUCER = "heart-attention"

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import orders
+from .. import token_order
 from ..errors import HeartError
 from ..files import read_json, write_atomic
-from .error import check_weights
-from .solver import Budget, solve_budget
+from .measure.velocity_error import check_weights
+from .solve.solver import Budget, solve_budget
 
 SCHEMA = "heart-calibration/1"
 LIMIT = 256 << 20  # bytes; 1,600 heads × 100 candidates with band energies take about 25 MB
@@ -334,7 +334,7 @@ class Calibration:
                 "measured on the other schedule"
             )
         was = self.settings.get("order")
-        if order is not None and was is not None and orders.read(order) != orders.read(was):
+        if order is not None and was is not None and token_order.read(order) != token_order.read(was):
             then, now = (o if isinstance(o, str) else "one for every head" for o in (was, order))
             out.append(
                 f"calibrated in token order {then!r}, used in {now!r}: use the calibration's order, or calibrate again"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from . import build
+from .ops import build
 from .plan import Plan, make_plan
 
 _PROCESS = os.getpid()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..errors import HeartError
-from .base import Family
-from .cogvideox import CogVideoX
-from .cosmos import Cosmos
-from .hunyuan import HunyuanVideo, HunyuanVideo15
-from .ltx import LTX
-from .mochi import Mochi
-from .wan import Wan, WanVACE
+from .families.base import Family
+from .families.cogvideox import CogVideoX
+from .families.cosmos import Cosmos
+from .families.hunyuan import HunyuanVideo, HunyuanVideo15
+from .families.ltx import LTX
+from .families.mochi import Mochi
+from .families.wan import Wan, WanVACE
 
 # Class name of the transformer -> what differs in it.
 FAMILIES: dict[str, Family] = {

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from .parallel import attend_in_parallel
+from .ulysses import attend_in_parallel
 
 if TYPE_CHECKING:
-    from .intercept import Layer
+    from .attachment import Layer
 
 DISPATCH, SDPA = "dispatch_attention_fn", "scaled_dot_product_attention"
 

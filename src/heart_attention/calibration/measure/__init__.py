@@ -1,0 +1,1 @@
+"""What a head's sparsity does to the velocity: trajectories, replays, probes, gradients."""

@@ -1,0 +1,1 @@
+"""From measured errors to one threshold for each head under a budget."""

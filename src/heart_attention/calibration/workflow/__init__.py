@@ -1,0 +1,1 @@
+"""The order of a calibration's work: settings, plan, tasks, store."""

@@ -1,0 +1,94 @@
+"""The plan of a calibration: which prompts and steps are measured, and the document that names the work."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from .. import experts, file
+from ..measure import draws, gradient
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The (prompt, step) pairs of a calibration; held-out prompts are numbered after the calibration prompts."""
+
+    probes: dict[tuple[int, int], dict[int, tuple[int, ...]]]  # (prompt, step) -> layer -> heads
+    calibration: list[tuple[int, int]]
+    held_out: list[tuple[int, int]]
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        """The steps of each prompt that must be recorded."""
+        found: dict[int, set[int]] = {}
+        for p, s in [*self.probes, *self.calibration, *self.held_out]:
+            found.setdefault(p, set()).add(s)
+        return {p: tuple(sorted(steps)) for p, steps in sorted(found.items())}
+
+
+def _strata(settings: Settings, kind: str, served: tuple[int, int] | None) -> list[tuple[int, int]]:
+    """The step intervals that draws are taken from, within the steps that the transformer serves."""
+    first, last = served or (0, settings.steps - 1)
+    found = draws.strata(last - first + 1, kind, max(0, settings.dense_steps - first))
+    return [(first + a, first + b) for a, b in found]
+
+
+def draw_contexts(settings: Settings, layers: int, heads: int, served: tuple[int, int] | None = None) -> Contexts:
+    """All draws of a calibration: pure functions of the seed. `served`: first and last step, if not all."""
+    count, seed = len(settings.prompts), settings.seed
+    intervals = _strata(settings, settings.strata or "sparse", served)
+    probes: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+    if settings.method == "probes":
+        prompt = draws.prompt_of_heads(seed, layers, heads, count)
+        for layer in range(layers):
+            for head in range(heads):
+                for step in draws.steps_of_head(seed, layer, head, intervals):
+                    at = probes.setdefault((int(prompt[layer, head]), step), {})
+                    at[layer] = (*at.get(layer, ()), head)
+    used = _strata(settings, "sparse", served)
+    common = intervals if settings.method != "probes" else used
+    calibration = draws.contexts(seed, "calibration", count, common, settings.contexts)
+    held_out: list[tuple[int, int]] = []
+    if settings.held_out and settings.held_out_contexts:
+        drawn = draws.contexts(seed, "held-out", len(settings.held_out), used, settings.held_out_contexts)
+        held_out = [(count + p, s) for p, s in drawn]
+    return Contexts(probes, calibration, held_out)
+
+
+def weights_sample(transformer: Any) -> str:
+    """SHA-256 over some numbers of every weight: tells other values of the same shapes without reading them all."""
+    found = hashlib.sha256()
+    for name, weight in sorted(transformer.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", copy=True).float()
+        found.update(name.encode() + some.numpy().tobytes())
+    return found.hexdigest()
+
+
+def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
+    """Everything that decides the result, as plain JSON; its hash names the work."""
+    transformer, one_of_two = experts.chosen(pipe, settings.transformer), {}
+    if experts.are_two(pipe):
+        served = experts.served(pipe, settings.transformer, settings.steps)
+        one_of_two = {"transformer": settings.transformer, "served": list(served)}
+    return {
+        "model": file.fingerprint(transformer),
+        "weights": weights_sample(transformer),
+        "scheduler": type(pipe.scheduler).__name__,
+        "backbone": settings.backbone.to_dict(),
+        **{n: getattr(settings, n) for n in _PLAIN},
+        "call": dict(settings.call),
+        "error_settings": dict(settings.error_settings),
+        "generator": draws.GENERATOR,
+        "versions": file.versions(),
+        **({} if settings.method == "probes" else {"estimator": gradient.ESTIMATOR}),
+        **one_of_two,
+    }
+
+
+_PLAIN = (
+    "method", "candidates", "shared", "strata", "velocity", "mean", "error", "prompts", "held_out", "seed", "dense_steps",
+    "order", "contexts", "held_out_contexts", "rounds", "gamma", "start", "min_sparsity", "max_mean_threshold",
+    "realised", "kernel", "scale_clusters",
+)  # fmt: skip

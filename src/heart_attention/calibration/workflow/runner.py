@@ -1,0 +1,78 @@
+"""Doing the work of a calibration: records that are there are taken, the rest is made by a crew, progress is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .plan import Contexts
+from .settings import Settings
+from .store import Store
+from .tasks import Crew, Task
+
+Progress = Callable[[str, int, int, float | None], None]
+Choice = tuple[tuple[int, ...], ...]  # the candidate of every head, by layer
+
+
+class Runner:
+    """Does tasks through a crew, with records as memory."""
+
+    def __init__(self, store: Store, crew: Crew, progress: Progress | None):
+        self.store, self.crew = store, crew
+        self.progress = progress or (lambda *_: None)
+
+    def trajectories(self, settings: Settings, contexts: Contexts) -> None:
+        """Make sure that every context is on disk."""
+        texts = (*settings.prompts, *settings.held_out)
+        wanted = contexts.steps()
+        tasks = [
+            Task("trajectory", p, text=texts[p], steps=steps)
+            for p, steps in wanted.items()
+            if not self.store.trajectories.has(p, steps)
+        ]
+        report = _Clock(self.progress, "trajectories", len(wanted), len(wanted) - len(tasks))
+        for task, (_, files) in self.crew.do(tasks, self.store.trajectories.read):
+            with self.store.writing():
+                self.store.trajectories.write(task.prompt, files)
+            report.one()
+
+    def records(self, stage: str, tasks: Sequence[Task]) -> list[list[Any]]:
+        """The records of each task, from the folder where they are there, else made now."""
+        names = [task.names() for task in tasks]
+        known = {n: self.store.get(n) for group in names for n in group}
+        have = {n for n, value in known.items() if value is not None}
+        left = [task.without(have) for task, group in zip(tasks, names) if not have.issuperset(group)]
+        report = _Clock(self.progress, stage, len(known), len(have))
+        for _, (name, value) in self.crew.do(left, self.store.trajectories.read):
+            known[name] = self.store.put(name, value)
+            report.one()
+        return [[known[n] for n in group] for group in names]
+
+    def verify(self, stage: str, contexts: Iterable[tuple[int, int]], choice: Choice) -> dict[str, Any]:
+        """True joint error and realised sparsity of an assignment over contexts."""
+        tasks = [Task("verify", p, s, choice=choice) for p, s in contexts]
+        found = [records[0] for records in self.records(stage, tasks)]
+        return {
+            "error": float(np.mean([r["error"] for r in found])),
+            "sparsity": float(np.mean([r["sparsity"] for r in found])),
+            "errors": [r["error"] for r in found],
+            "bands": np.mean([r["bands"] for r in found], axis=0).tolist(),
+        }
+
+
+class _Clock:
+    """Tells progress how far a stage is and how long the rest will take."""
+
+    def __init__(self, progress: Progress, stage: str, total: int, done: int):
+        self.progress, self.stage, self.total, self.done = progress, stage, total, done
+        self.start, self.first = time.monotonic(), done
+        self.progress(stage, done, total, None if done < total else 0.0)
+
+    def one(self) -> None:
+        """One more is finished."""
+        self.done += 1
+        each = (time.monotonic() - self.start) / max(1, self.done - self.first)
+        self.progress(self.stage, self.done, self.total, each * (self.total - self.done))

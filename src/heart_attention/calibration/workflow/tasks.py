@@ -1,0 +1,152 @@
+"""Pieces of calibration work and who does them: pure functions of (model, settings, task), here or elsewhere.
+
+A `Worker` holds the model and answers tasks; `Local` runs them one after the other, `ray.RayCrew` spreads them over
+machines. Either way the caller gets named records and stores them, so both give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import HeartError
+from .. import experts
+from ..measure import gradient, probes, trajectory
+from ..measure import velocity_error as errors
+from ..measure.candidates import Spec
+from ..measure.replay import Replay
+from .store import digest
+
+Record = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of work: `kind` is "trajectory", "probe", "gradient" or "verify"."""
+
+    kind: str
+    prompt: int
+    step: int = -1
+    text: str = ""  # trajectory: the prompt
+    steps: tuple[int, ...] = ()  # trajectory: which are kept
+    wanted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # probe: heads of each layer
+    null: bool = False  # probe: the floor is measured with the first layer of the context
+    choice: tuple[tuple[int, ...], ...] = ()  # gradient, verify: the assignment
+
+    def names(self) -> list[str]:
+        """The records that this task makes, in order."""
+        at = f"{self.kind}_p{self.prompt:03d}"
+        if self.kind == "trajectory":
+            return [at]
+        at += f"_s{self.step:03d}"
+        if self.kind == "probe":
+            return [f"{at}_l{layer:03d}" for layer, _ in self.wanted]
+        return [f"{at}_{digest(self.choice)[:16]}"]
+
+    def without(self, done: set[str]) -> Task:
+        """What is left of the task when some records are there."""
+        left = tuple(w for w, name in zip(self.wanted, self.names()) if name not in done)
+        first = bool(self.wanted) and self.names()[0] in done
+        return replace(self, wanted=left, null=self.null and not first)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker must know besides the model."""
+
+    spec: Spec
+    call: dict[str, Any]
+    seed: int
+    velocity: str
+    error: str
+    error_settings: dict[str, Any]
+    transformer: str | None = None  # of a pipeline with two
+
+
+class Worker:
+    """A model and what is asked of it."""
+
+    def __init__(self, pipe: Any, job: Job):
+        self.pipe, self.job = pipe, job
+        self.measure = errors.by_name(job.error, **job.error_settings)
+        self.transformer = experts.chosen(pipe, job.transformer)
+        self.replay = Replay(self.transformer, scheduler=pipe.scheduler)
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        self.replay.close()
+
+    def run(self, task: Task, data: bytes | None) -> Iterator[Record]:
+        """Do a task; `data` is its context. Records come as they are finished."""
+        if task.kind == "trajectory":
+            yield task.names()[0], self._trajectory(task)
+            return
+        assert data is not None
+        context = trajectory.from_bytes(data).to(next(self.transformer.parameters()).device)
+        if self.job.velocity == "cond":
+            context = context.conditional()
+        if task.kind == "probe":
+            wanted = {layer: list(heads) for layer, heads in task.wanted}
+            found = probes.probe(self.replay, context, wanted, self.job.spec, self.measure, task.null)
+            yield from ((name, record) for name, (_, record) in zip(task.names(), found))
+        elif task.kind == "gradient":
+            made = gradient.differentiate(self.replay, context, self.job.spec, task.choice, self.measure, self.job.seed)
+            yield task.names()[0], made.to_dict()
+        elif task.kind == "verify":
+            yield (
+                task.names()[0],
+                gradient.verify(self.replay, context, self.job.spec, task.choice, self.measure),
+            )
+        else:
+            raise HeartError(f"there is no calibration task of kind {task.kind!r}")
+
+    def _trajectory(self, task: Task) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+
+        def keep(context: trajectory.Context) -> None:
+            found[context.step] = trajectory.to_bytes(context)
+
+        with torch.no_grad():
+            trajectory.record(
+                self.pipe, self.replay, task.prompt, task.text, task.steps, self.job.call, self.job.seed, keep
+            )
+        missing = sorted(set(task.steps) - set(found))
+        if missing:
+            raise HeartError(
+                f"the transformer did not run at steps {missing}: another model served them (Wan2.2 has two), give the "
+                "number of steps that this one serves"
+            )
+        return found
+
+
+class Crew(Protocol):
+    """Whoever does tasks."""
+
+    def do(self, tasks: Sequence[Task], read: Callable[[int, int], bytes]) -> Iterator[tuple[Task, Record]]:
+        """Do the tasks in any order; `read(prompt, step)` gives a context's bytes."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model."""
+        ...
+
+
+class Local:
+    """Does tasks in this process, in order."""
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+
+    def do(self, tasks: Sequence[Task], read: Callable[[int, int], bytes]) -> Iterator[tuple[Task, Record]]:
+        """See `Crew.do`."""
+        for task in tasks:
+            data = None if task.kind == "trajectory" else read(task.prompt, task.step)
+            for record in self.worker.run(task, data):
+                yield task, record
+
+    def close(self) -> None:
+        """See `Crew.close`."""
+        self.worker.close()

@@ -1,0 +1,1 @@
+"""The command `heart`, one file a topic."""

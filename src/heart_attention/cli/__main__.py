@@ -1,0 +1,7 @@
+"""`python -m heart_attention.cli` is the command `heart`."""
+
+import sys
+
+from .main import main
+
+sys.exit(main())

@@ -1,0 +1,123 @@
+"""`heart info`: versions, the machine, and which kernels serve here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Any
+
+PACKAGES = ("torch", "diffusers", "transformers", "triton", "flashinfer-python", "numpy")
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("info", help="versions, device, and which kernels serve here or why they do not")
+    parser.add_argument("--json", action="store_true", help="print it for machines")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    facts = collect()
+    print(json.dumps(facts, indent=1) if args.json else render(facts))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """All of it as plain data."""
+    import torch
+
+    from .. import __version__, files, kernels
+
+    return {
+        "versions": {"heart-attention": __version__, "python": platform.python_version(), **_versions()},
+        "device": _device(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "vector_units": vector_units(),
+        "compiled": _compiled(),
+        "cache": str(files.cache_dir()),
+        "kernels": {name: {"serves": not why, "reasons": why} for name, why in kernels.available().items()},
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()} ({torch.cuda.device_count()} in all)"
+    if torch.backends.mps.is_available():
+        return "Apple GPU"
+    return f"CPU ({_cpu_name()})"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def vector_units() -> list[str]:
+    """Those that matter here, of what the CPU says it has."""
+    from ..kernels.ops.build import cpu_flags
+
+    flags = set(cpu_flags().split())
+    known = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+    return [name for name in known if name in flags]
+
+
+def _compiled() -> dict[str, Any]:
+    """How the C kernels were built, or why not."""
+    from ..kernels.ops import build
+
+    try:
+        library = build.load()
+    except build.BuildError as error:
+        return {"built": False, "reason": str(error)}
+    return {
+        "built": True,
+        "floats_per_vector": library.heart_vector_floats(),
+        "threads": bool(library.heart_has_openmp()),
+        "file": library._name,
+    }
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [f"{name:<20}{version or 'not installed'}" for name, version in facts["versions"].items()]
+    built = facts["compiled"]
+    how = (
+        f"built, {built['floats_per_vector']} floats a vector, {'many threads' if built['threads'] else 'one thread'}"
+        if built["built"]
+        else f"not built: {built['reason']}"
+    )
+    lines += [
+        "",
+        f"{'device':<20}{facts['device']}",
+        f"{'cores, threads':<20}{facts['cores']}, {facts['threads']}",
+        f"{'vector units':<20}{' '.join(facts['vector_units']) or 'none known'}",
+        f"{'C kernels':<20}{how}",
+        f"{'cache folder':<20}{facts['cache']}",
+        "",
+        "kernels, in the order in which they are asked:",
+    ]
+    for name, state in facts["kernels"].items():
+        lines.append(f"  {name:<12}{'serves' if state['serves'] else 'no: ' + '; '.join(state['reasons'])}")
+    return "\n".join(lines)

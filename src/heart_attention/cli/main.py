@@ -1,0 +1,58 @@
+"""The command `heart`: parses arguments, calls one function of `commands/`, turns errors into one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+
+from .. import __version__
+from ..errors import HeartError
+
+# One module a topic; each offers `register(subparsers)`. Heavy imports stay inside the commands themselves.
+TOPICS = ("info", "generate", "calibrate", "tune", "evidence")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="heart", description="Faster video diffusion without retraining.")
+    parser.add_argument("--version", action="version", version=f"heart-attention {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens inside")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for topic in TOPICS:
+        importlib.import_module(f".{topic}", __package__).register(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; 0 done, 1 failed, 2 wrong usage."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        status = args.func(args) or 0
+        sys.stdout.flush()  # here, not at the interpreter's end, is where a reader that went away can be forgiven
+        return status
+    except KeyboardInterrupt:
+        print("heart: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output has seen enough: `heart show F | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return 0
+    except (HeartError, OSError) as error:
+        if args.debug:
+            raise
+        print(f"heart: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:  # what nobody foresaw, most often a library that refuses an argument
+        if args.debug:
+            raise
+        lines = str(error).strip().splitlines() or ["no message"]
+        print(f"heart: {type(error).__name__}: {lines[0]} (--debug shows where)", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""One file a topic of the command line; `cli.py` calls `register` of each."""

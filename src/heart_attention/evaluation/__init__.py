@@ -1,0 +1,1 @@
+"""Comparing methods: generations, metrics, tables, studies, the report."""

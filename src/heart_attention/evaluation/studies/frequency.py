@@ -1,0 +1,98 @@
+"""The paper's Table 1: perturbations of equal size in different frequency bands of the velocity, and their harm."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+
+from ...calibration.measure.velocity_error import BANDS, apply_weight
+from .. import metrics, video
+from ..run import transformers_of
+from .common import save
+
+PAPER = {"LL": 28.19, "LH": 29.58, "HL": 29.85, "HH": 30.35}  # PSNR in dB, Wan2.1-1.3B
+
+
+def band_noise(like: torch.Tensor, band: int, size: float, generator: torch.Generator) -> torch.Tensor:
+    """Noise that lies in one band only, with norm `size` times that of `like` [B, C, T, H, W]."""
+    weights = [0.0] * 4
+    weights[band] = 1.0
+    noise = torch.randn(like.shape, generator=generator).to(like.device)
+    noise = apply_weight(noise.double(), weights)  # with weights of 0 and 1 this is the projection onto the band
+    return (noise * (size * like.double().norm() / noise.norm().clamp(min=1e-30))).to(like.dtype)
+
+
+@contextmanager
+def perturbed(pipe, band: int, size: float, seed: int):
+    """Add the noise to every velocity; both guidance branches of a step get the same, so guidance leaves it as it is."""
+    state: dict = {"timestep": None, "noise": None}
+    generator = torch.Generator().manual_seed(seed)
+
+    def hook(module, args, kwargs, output):
+        timestep = kwargs.get("timestep", args[1] if len(args) > 1 else None)
+        velocity = output[0]
+        if state["timestep"] is None or not torch.equal(timestep, state["timestep"]):
+            state["timestep"] = timestep.clone()
+            state["noise"] = band_noise(velocity, band, size, generator)
+        return (
+            (velocity + state["noise"], *output[1:])
+            if isinstance(output, tuple)
+            else type(output)(velocity + state["noise"])
+        )
+
+    handle = transformers_of(pipe)[0].register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _generate(pipe, call: dict, prompt: str, seed: int):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return video.to_uint8(pipe(prompt, generator=generator, output_type="np", **call).frames[0])
+
+
+def measure(pipe, call: dict, prompts: list[str], size: float, names=("psnr", "ssim"), seed: int = 0) -> dict:
+    """Mean metrics of the perturbed videos against the unperturbed, by band."""
+    totals: dict = {band: dict.fromkeys(names, 0.0) for band in BANDS}
+    for i, prompt in enumerate(prompts):
+        reference = _generate(pipe, call, prompt, seed + i)
+        for b, band in enumerate(BANDS):
+            with perturbed(pipe, b, size, seed + i):
+                frames = _generate(pipe, call, prompt, seed + i)
+            for name, value in metrics.compare(frames, reference, names).items():
+                totals[band][name] += value / len(prompts)
+    return totals
+
+
+def _paragraph(ours: dict, control: dict, size: float) -> str:
+    order = sorted(BANDS, key=lambda b: ours[b]["psnr"])
+    same = order == sorted(BANDS, key=lambda b: PAPER[b])
+    verdict = (
+        "the paper's order" if same else f"not the paper's order ({' < '.join(sorted(BANDS, key=lambda b: PAPER[b]))})"
+    )
+    listed = ", ".join(f"{b} {ours[b]['psnr']:.2f}" for b in BANDS)
+    random = ", ".join(f"{b} {control[b]['psnr']:.2f}" for b in BANDS)
+    return (
+        f"Noise of {size:.0%} of the velocity's norm, put into one band at every step, leaves PSNR (dB) of {listed}; from most "
+        f"to least harmful: {' < '.join(order)}, {verdict}. Paper: {', '.join(f'{b} {v}' for b, v in PAPER.items())}. "
+        f"Random weights: {random}."
+    )
+
+
+def run(pipe, control, call: dict, prompts: list[str], out, size: float = 0.1) -> dict:
+    """Numbers, figure and paragraph."""
+    ours, theirs = measure(pipe, call, prompts, size), measure(control, call, prompts[:1], size)
+
+    def draw(plt):
+        figure, axis = plt.subplots(figsize=(6, 4))
+        axis.bar([i - 0.2 for i in range(4)], [ours[b]["psnr"] for b in BANDS], 0.4, label="trained")
+        axis.bar([i + 0.2 for i in range(4)], [theirs[b]["psnr"] for b in BANDS], 0.4, label="random weights")
+        axis.plot(range(4), [PAPER[b] for b in BANDS], "k_", markersize=24, label="paper")
+        axis.set(xticks=range(4), xticklabels=BANDS, ylabel="PSNR dB, higher is less harm")
+        axis.legend()
+        return figure
+
+    numbers = {"size": size, "trained": ours, "control": theirs, "paper": PAPER}
+    return save(out, "frequency", numbers, _paragraph(ours, theirs, size), draw)

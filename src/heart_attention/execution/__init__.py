@@ -1,0 +1,1 @@
+"""Where tasks run: here or on a Ray cluster."""

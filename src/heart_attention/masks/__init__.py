@@ -1,0 +1,13 @@
+"""What attention is to be computed: block and cluster masks, where text lies, top-p selection.
+
+A mask knows its density by token pairs, can be cut into heads and batch items and put together again, and
+can be stored at one bit an entry. Shapes: B batch, H heads, N tokens, M blocks, C clusters.
+"""
+
+from .block import BlockMask
+from .cluster import ClusterMask, count_labels
+from .packed import Mask, Packed, pack_bits, unpack_bits
+from .select import top_p
+from .text import Text
+
+__all__ = ["BlockMask", "ClusterMask", "Mask", "Packed", "Text", "count_labels", "pack_bits", "top_p", "unpack_bits"]

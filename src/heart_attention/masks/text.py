@@ -1,0 +1,46 @@
+"""Where joint text lies in a sequence, and all index arithmetic about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HeartError
+
+
+@dataclass(frozen=True)
+class Text:
+    """Where joint text lies in a sequence: `prompt` valid tokens from `start`, then `unused` empty slots.
+
+    All other tokens are video.
+    """
+
+    start: int
+    prompt: int
+    unused: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.start, self.prompt, self.unused) < 0:
+            raise HeartError(f"{self} has a negative part: start, prompt and unused count tokens from 0 up")
+
+    @property
+    def end(self) -> int:
+        """The first token after the text."""
+        return self.start + self.prompt + self.unused
+
+    def check(self, n: int) -> None:
+        """Raise unless the text lies inside a sequence of `n` tokens that also holds video."""
+        if self.end > n or self.video_count(n) < 1:
+            raise HeartError(f"{self} does not leave any video in {n} tokens: give the sequence that holds both")
+
+    def video_count(self, n: int) -> int:
+        """How many of `n` tokens are video."""
+        return n - self.prompt - self.unused
+
+    def video_index(self, n: int, device: Any = None) -> Tensor:
+        """Indices of the video tokens among `n`, ascending."""
+        before = torch.arange(self.start, device=device)
+        return torch.cat([before, torch.arange(self.end, n, device=device)])  # [video]

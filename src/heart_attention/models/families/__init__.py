@@ -1,0 +1,1 @@
+"""One small file for each family of video transformers."""

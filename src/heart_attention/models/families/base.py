@@ -1,0 +1,74 @@
+"""What differs between model families: which modules attend over video, the token grid, where text lies."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ...masks import Text
+
+Grid = tuple[int, int, int]
+
+
+class Family:
+    """One family of transformers: plain video self-attention unless a subclass says otherwise.
+
+    `layers` are patterns of module names; the order of patterns is the order of layers.
+    """
+
+    kind = "self"  # or "joint": text tokens share the sequence
+    layers: tuple[str, ...] = (r"blocks\.\d+\.attn1",)
+    rising = False  # True: the timestep grows while the model denoises
+    item_by_item = False  # True: attention is called once per batch item
+    mask_is_padding = False  # True: the mask of a call is the text's padding and nothing else
+
+    def find(self, transformer: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+        """The (name, module) of every attention layer HEART serves, in order."""
+        named = list(transformer.named_modules())
+        return [
+            (name, module)
+            for pattern in self.layers
+            for name, module in named
+            if re.fullmatch(pattern, name) and hasattr(module, "processor")
+        ]
+
+    # `grid` and `inputs` run inside the model's own graph under torch.compile: shapes only, no values.
+    def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:
+        """Video tokens as (frames, rows, columns), from the arguments of the transformer's forward."""
+        *_, frames, height, width = given["hidden_states"].shape
+        t, h, w = config.patch_size
+        return frames // t, height // h, width // w
+
+    def inputs(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments that `text` needs to see."""
+        return []
+
+    def text(self, inputs: list[torch.Tensor], tokens: int) -> list[Text] | None:
+        """Where text lies in each batch item's sequence; `tokens` counts the video's."""
+        return None
+
+    def reason_not(
+        self, tokens: int, text: list[Text] | None, q: torch.Tensor, mask: torch.Tensor | None
+    ) -> str | None:
+        """Why this call must run dense, or None; q [B, H, N, D]."""
+        if mask is not None:
+            return "an attention mask that HEART does not know"
+        return wrong_length(tokens, text, q)
+
+
+def wrong_length(tokens: int, text: list[Text] | None, q: torch.Tensor) -> str | None:
+    """Whether the sequence is what grid and text say (anything goes where there is no grid)."""
+    expected = tokens + (text[0].prompt + text[0].unused if text else 0)
+    if not tokens or q.shape[2] == expected:
+        return None
+    return f"a sequence of {q.shape[2]} tokens where the video's grid gives {expected}"
+
+
+def count(grid: Grid | None) -> int:
+    """How many tokens a grid holds."""
+    return 0 if grid is None else math.prod(grid)

@@ -1,0 +1,1 @@
+"""A call: clock, reuse, engine, cost model, statistics."""

@@ -1,0 +1,202 @@
+"""Choosing δ from one dense generation: how alike reused masks would be to fresh ones, against how many are
+reused.
+
+A `MaskProbe` rides along with a dense generation and keeps, for every layer, branch, step and head, the
+features that anchors hold and the mask the backbone would predict. Temporal mask reuse is then replayed on
+paper for any δ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HeartError
+from ..masks import BlockMask, pack_bits, unpack_bits
+from ..online import reuse
+from ..online.clock import Where
+from ..online.engine import seen_tokens
+from ..online.reuse import TMR, ReuseState
+
+SAMPLE = (128, 512)  # query and key tokens on which two clusterings are compared
+CURVE = 24  # values of δ on the curve
+
+
+@dataclass
+class Track:
+    """What one (transformer, layer, branch, batch item) showed over the steps."""
+
+    layer: int
+    steps: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)  # [2, 1, H, D] each
+    masks: list[Tensor] = field(default_factory=list)  # packed bits [H, m] each
+    entries: int = 0  # mask entries a head
+    memory: Any = None  # the backbone's warm start
+
+    def iou(self) -> Tensor:
+        """Intersection over union of the masks of any two steps, [H, S, S]."""
+        packed = torch.stack(self.masks, 1)  # [H, S, m]
+        found = []
+        for head in packed:
+            flags = unpack_bits(head, self.entries).float()  # [S, entries]
+            both, size = flags @ flags.T, flags.sum(1)
+            found.append(both / (size[:, None] + size[None, :] - both).clamp(min=1))
+        return torch.stack(found)
+
+
+class MaskProbe:
+    """A handler that answers every call densely and notes what the backbone would have done."""
+
+    def __init__(self, backbone: Any, thresholds: list[list[tuple[float, ...]]], dense_steps: int, scale: bool) -> None:
+        self.backbone, self.thresholds, self.dense_steps, self.scale = backbone, thresholds, dense_steps, scale
+        self.tracks: dict[tuple, Track] = {}
+
+    def start_forward(self, where: Where) -> None:
+        """Nothing to prepare."""
+
+    def reset(self) -> None:
+        """One generation is recorded; what it showed stays."""
+
+    @torch.no_grad()
+    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
+        """Dense attention, with a look at features and masks."""
+        if where.step is None or where.step >= self.dense_steps:
+            for b in range(q.shape[0]):
+                self._note(where, b, q[b : b + 1], k[b : b + 1])
+        return dense(q, k, v)
+
+    def _note(self, where: Where, b: int, q: Tensor, k: Tensor) -> None:
+        item = where.item + b
+        key = (where.transformer, where.layer, where.branch, item)
+        track = self.tracks.setdefault(key, Track(where.layer))
+        backbone = self.backbone.scaled_to(q.shape[2]) if self.scale else self.backbone
+        if track.memory is None:
+            track.memory = backbone.new_state()
+        text = where.text[b] if where.text else None
+        tau = list(self.thresholds[where.transformer][where.layer])
+        mask = backbone.predict(q, k, tau, track.memory, text, key=(where.layer, where.branch, item))
+        flags = _flags(mask)  # [H, entries]
+        track.entries = flags.shape[-1]
+        track.masks.append(pack_bits(flags).cpu())
+        track.steps.append(where.step if where.step is not None else len(track.steps))
+        seen = seen_tokens(text, q.shape[2], backbone, q.device)
+        track.features.append(reuse.features(q, k, "mean", seen).cpu())
+
+
+def _flags(mask: Any) -> Tensor:
+    """A mask as bool [H, entries] that can be compared from step to step: blocks, or pairs of sampled tokens."""
+    if isinstance(mask, BlockMask):
+        return mask.blocks[0].flatten(1)
+    generator = torch.Generator().manual_seed(0)  # the same tokens at every step
+    rows, cols = (torch.randint(n, (m,), generator=generator) for n, m in zip((mask.n_q, mask.n_k), SAMPLE))
+    q_labels = mask.q_labels[0][:, rows.to(mask.device)].long()  # [H, rows]
+    k_labels = mask.k_labels[0][:, cols.to(mask.device)].long()
+    heads = torch.arange(q_labels.shape[0], device=mask.device).view(-1, 1, 1)
+    return mask.map[0][heads, q_labels[:, :, None], k_labels[:, None, :]].flatten(1)
+
+
+# ---------------------------------------- replay
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one δ gives: share of masks reused, and how alike they are to fresh ones."""
+
+    delta: float
+    reuse: float  # share of (head, step) after the first that reuse
+    iou: float  # mean over those that reuse; 1 if none does
+    iou_all: float  # mean over all, refreshed ones counting 1
+
+
+def replay(track: Track, iou: Tensor, policy: TMR) -> tuple[int, int, float]:
+    """Temporal mask reuse on a track: (masks reused, masks in all after the first step, sum of the reused's IoU)."""
+    heads = iou.shape[0]
+    anchor, used = track.features[0].clone(), torch.zeros(heads, dtype=torch.long)
+    cached = torch.ones(1, heads, dtype=torch.bool)
+    reused, total = 0, 0.0
+    for step in range(1, len(track.steps)):
+        now = track.features[step]
+        view = ReuseState(cached, cached.long(), track.layer, track.steps[step], reuse.norm(anchor))
+        refresh = policy.refresh(reuse.drift(anchor, now), view)[0]  # [H]
+        anchor = torch.where(refresh.view(1, 1, -1, 1), now, anchor)
+        used = torch.where(refresh, step, used)
+        kept = (~refresh).nonzero().flatten()
+        reused += len(kept)
+        total += float(iou[kept, used[kept], step].sum())
+    return reused, heads * (len(track.steps) - 1), total
+
+
+def curve(tracks: list[Track], relative: bool, gate: tuple[float, float], points: int = CURVE) -> list[Point]:
+    """The IoU–reuse curve over δ from the smallest to the largest drift that was seen."""
+    ious = [track.iou() for track in tracks]
+    return [evaluate(tracks, ious, delta, relative, gate) for delta in _candidates(tracks, relative, points)]
+
+
+def evaluate(tracks: list[Track], ious: list[Tensor], delta: float, relative: bool, gate: tuple) -> Point:
+    """One point of the curve."""
+    policy = TMR(relative=delta, gate=gate) if relative else TMR(delta=delta, gate=gate)
+    counts = [replay(track, iou, policy) for track, iou in zip(tracks, ious)]
+    reused, total, alike = (sum(c[i] for c in counts) for i in range(3))
+    return Point(delta, reused / total, alike / reused if reused else 1.0, (alike + total - reused) / total)
+
+
+def _candidates(tracks: list[Track], relative: bool, points: int) -> list[float]:
+    """δ at even quantiles of the drift over 1, 2, 4, … steps."""
+    seen = []
+    for track in tracks:
+        for gap in (1, 2, 4, 8, 16):
+            for a, b in zip(track.features, track.features[gap:]):
+                moved = reuse.drift(a, b)
+                seen.append((moved / reuse.norm(a).clamp(min=1e-30) if relative else moved).flatten())
+    quantiles = torch.quantile(torch.cat(seen).double(), torch.linspace(0.01, 0.99, points, dtype=torch.float64))
+    return sorted({float(f"{x:.3g}") for x in quantiles.tolist()})
+
+
+def choose(points: list[Point], target: float) -> Point:
+    """The most reuse among those whose reused masks are at least as alike as wanted; δ=0 if none is."""
+    good = [p for p in points if p.iou >= target]
+    return max(good, key=lambda p: (p.reuse, p.delta)) if good else Point(0.0, 0.0, 1.0, 1.0)
+
+
+@dataclass
+class Tuned:
+    """A choice of δ with the curve it was read from."""
+
+    delta: float | list[float]
+    relative: bool
+    point: Point
+    points: list[Point]
+    layers: list[Point] | None = None  # one choice a layer, where that was asked for
+
+    def policy(self, gate: tuple[float, float] = (0.4, 0.8)) -> TMR:
+        """The policy to use."""
+        return TMR(relative=self.delta, gate=gate) if self.relative else TMR(delta=self.delta, gate=gate)
+
+
+def tune(
+    probe: MaskProbe, target: float, relative: bool = False, per_layer: bool = False, gate: tuple = (0.4, 0.8)
+) -> Tuned:
+    """Choose δ, one for all or one a layer, such that reused masks keep an IoU of `target` with fresh ones."""
+    tracks = [t for t in probe.tracks.values() if len(t.steps) > 1]
+    if not tracks:
+        raise HeartError("the recording has fewer than two sparse steps: record more steps, or fewer dense ones")
+    if not 0 < target <= 1:
+        raise HeartError(f"the target IoU is {target}: give a number above 0, at most 1")
+    points = curve(tracks, relative, gate)
+    chosen = choose(points, target)
+    if not per_layer:
+        return Tuned(chosen.delta, relative, chosen, points)
+    layers = [
+        choose(curve([t for t in tracks if t.layer == layer], relative, gate), target)
+        for layer in sorted({t.layer for t in tracks})
+    ]
+    limits = tuple(p.delta for p in layers)
+    ious = [t.iou() for t in tracks]
+    policy = TMR(relative=limits, gate=gate) if relative else TMR(delta=limits, gate=gate)
+    counts = [replay(t, iou, policy) for t, iou in zip(tracks, ious)]
+    reused, total, alike = (sum(c[i] for c in counts) for i in range(3))
+    whole = Point(float("nan"), reused / total, alike / reused if reused else 1.0, (alike + total - reused) / total)
+    return Tuned(list(limits), relative, whole, points, layers)
