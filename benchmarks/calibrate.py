@@ -37,7 +37,7 @@ from heart_attention.calibration.workflow import calibrate, plan
 from heart_attention.calibration.workflow.runner import Runner
 from heart_attention.calibration.workflow.settings import CANDIDATES, PAPER_CANDIDATES
 from heart_attention.calibration.workflow.store import Store
-from heart_attention.calibration.workflow.tasks import Local, Worker
+from heart_attention.calibration.workflow.tasks import LocalExecutor, Worker
 from heart_attention.config import preset
 from heart_attention.evaluation import methods, pipelines, run
 from heart_attention.evaluation.studies.common import spearman
@@ -69,7 +69,7 @@ def contexts_of(pipe: Any, settings: calibrate.Settings, work: Path, count: int)
     drawn = plan.draw_contexts(settings, *_size(pipe))
     worker = Worker(pipe, settings.job())
     try:
-        Runner(store, Local(worker), None).trajectories(settings, drawn)
+        Runner(store, LocalExecutor(worker), None).trajectories(settings, drawn)
     finally:
         worker.close()
     return [trajectory.from_bytes(store.trajectories.read(p, s)) for p, s in drawn.calibration]
@@ -162,7 +162,7 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
     contexts = plan.draw_contexts(settings, *size)
     worker = Worker(pipe, settings.job())
     clock = _stages(seconds)
-    runner = Runner(store, Local(worker), clock)
+    runner = Runner(store, LocalExecutor(worker), clock)
     rows: dict[str, Any] = {}
     try:
         runner.trajectories(settings, contexts)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import heart_attention as heart
 from heart_attention import token_order
-from heart_attention.online.clock import Where
+from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 
 
@@ -89,11 +89,11 @@ def drift_share(repeats: int, dtype: torch.dtype) -> dict[str, Any]:
     config = heart.HeartConfig("xattention", 0.9, heart.TMR(delta=float("inf")), dense_steps=0, force_sparse=True)
     engine = Engine(config, 1, 12)
     engine._run = lambda call, state: call.q  # only what comes before the kernel is timed
-    engine.attend(Where(layer=0, step=0), q, k, v, F.scaled_dot_product_attention)
+    engine.attend(CallContext(layer=0, step=0), q, k, v, F.scaled_dot_product_attention)
     steps = iter(range(1, 10**6))
 
     def decide():
-        engine.attend(Where(layer=0, step=next(steps)), q, k, v, F.scaled_dot_product_attention)
+        engine.attend(CallContext(layer=0, step=next(steps)), q, k, v, F.scaled_dot_product_attention)
 
     two = [x[:, :2] for x in (q, k, v)]
     best = interleaved({"decide": decide, "dense": lambda: F.scaled_dot_product_attention(*two)}, repeats)
@@ -108,13 +108,13 @@ def reused(backbone: Any, n: int, heads: int, repeats: int, bar: float) -> dict[
     q, k, v = views(heads, n, 128)
     config = heart.HeartConfig(backbone, 0.3, heart.TMR(delta=float("inf")), dense_steps=0, force_sparse=True)
     engine = Engine(config, 1, heads)
-    engine.attend(Where(layer=0, step=0), q, k, v, F.scaled_dot_product_attention)
+    engine.attend(CallContext(layer=0, step=0), q, k, v, F.scaled_dot_product_attention)
     state = next(iter(engine._states.values()))
     steps = iter(range(1, 10**6))
     out = q.new_empty((1, n, heads, 128)).transpose(1, 2)
     kernel = next(iter(engine._kernels.values()))
     functions = {
-        "path": lambda: engine.attend(Where(layer=0, step=next(steps)), q, k, v, F.scaled_dot_product_attention),
+        "path": lambda: engine.attend(CallContext(layer=0, step=next(steps)), q, k, v, F.scaled_dot_product_attention),
         "kernel": lambda: kernel.run(state.plan, q, k, v, out=out),
     }
     best = interleaved(functions, repeats)
@@ -146,19 +146,19 @@ class BlockCounter:
         self.predicted: dict[tuple[str, float], list[float]] = {}
         self.errors: dict[tuple[str, float], list[tuple[float, float]]] = {}
 
-    def start_forward(self, where: Where) -> None: ...
+    def start_forward(self, call: CallContext) -> None: ...
 
     def reset(self) -> None: ...
 
-    def attend(self, where, q, k, v, dense):
+    def attend(self, call, q, k, v, dense):
         out = dense(q, k, v)
-        if where.step in self.steps:
+        if call.step in self.steps:
             for kind in ORDERS:
                 for h in range(q.shape[1]):
-                    name = self.order[where.layer][h] if kind == "heads" else kind
-                    order = token_order.permutation(name, tuple(where.grid), q.shape[2], None, self.backbone.block)
+                    name = self.order[call.layer][h] if kind == "heads" else kind
+                    order = token_order.permutation(name, tuple(call.grid), q.shape[2], None, self.backbone.block)
                     head = slice(h, h + 1)
-                    self._count(kind, order, q[:1, head], k[:1, head], v[:1, head], out[:1, head], where.grid)
+                    self._count(kind, order, q[:1, head], k[:1, head], v[:1, head], out[:1, head], call.grid)
         return out
 
     def _count(self, kind: str, order: torch.Tensor, q, k, v, out, grid: tuple) -> None:

@@ -32,7 +32,7 @@ def _calls(q: torch.Tensor) -> dict[str, Callable[[], Any]]:
     from heart_attention.online.recorder import Recorder
 
     bare, engine = small_wan(), small_wan()
-    attach(bare, Recorder(lambda where: False, "cpu", None, False))
+    attach(bare, Recorder(lambda call: False, "cpu", None, False))
     heart.enable(engine, heart.HeartConfig(backbone=heart.XAttention(), thresholds=1.0))
     options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "parallel_config": None}
     calls = {"plain": lambda: dispatch_attention_fn(q, q, q, backend=None, **options)}

@@ -24,9 +24,9 @@ def heart_override(layers, heads, config="wan2.1-1.3b-480p-xattention"):
         layout = {**kw, "skip_reshape": True, "skip_output_reshape": True}
         gap = (options["sample_sigmas"] - options["sigmas"].flatten()[0]).abs()  # the schedule has no step number
         branch = ",".join(map(str, options.get("cond_or_uncond", "")))
-        where = {"layer": options["block_index"], "step": int(gap.argmin()), "branch": branch}
-        where["grid"] = options.get("grid_sizes")
-        out = heart.attention(q, k, v, where, state, dense=lambda q, k, v: func(q, k, v, heads, **layout))
+        call = {"layer": options["block_index"], "step": int(gap.argmin()), "branch": branch}
+        call["grid"] = options.get("grid_sizes")
+        out = heart.attention(q, k, v, call, state, dense=lambda q, k, v: func(q, k, v, heads, **layout))
         return out if kw.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
     override.state = state  # print(heart.stats(override.state))

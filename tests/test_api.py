@@ -20,7 +20,7 @@ from diffusers import (
 import heart_attention as heart
 from heart_attention.errors import HeartError
 from heart_attention.models import attachment
-from heart_attention.online.clock import Where
+from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 
 HEADS, LAYERS = 3, 2
@@ -417,7 +417,7 @@ def test_attention_takes_dicts_wheres_and_another_dense():
     q, k, v = torch.randn(3, 1, HEADS, 64, 12)
     a = heart.attention(q, k, v, {"layer": 0, "step": 5, "branch": "c", "grid": (4, 4, 4)}, state)
     state.reset()
-    b = heart.attention(q, k, v, Where(layer=0, step=5, branch="c", grid=(4, 4, 4)), state)
+    b = heart.attention(q, k, v, CallContext(layer=0, step=5, branch="c", grid=(4, 4, 4)), state)
     assert torch.equal(a, b)
     assert heart.attention(q, k, v, (0, 0, "x"), state, dense=lambda q, k, v: v) is v
 

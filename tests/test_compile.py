@@ -52,8 +52,8 @@ def check(name, compile_model, backend, plain_graphs):
         found = generate(model, case)
     assert (found - expected).abs().max() <= 1e-5
     assert graphs() == plain_graphs
-    assert [where.layer for where, _ in handler.calls] == [0, 1] * len(TIMES)
-    assert [(where.step, where.branch) for where in handler.forwards] == [(i // 2, n) for i, (_, n) in enumerate(TIMES)]
+    assert [call.layer for call, _ in handler.calls] == [0, 1] * len(TIMES)
+    assert [(call.step, call.branch) for call in handler.forwards] == [(i // 2, n) for i, (_, n) in enumerate(TIMES)]
     return model, attachment
 
 
@@ -74,7 +74,7 @@ def test_inside_a_graph_of_the_caller():
             found = forward(tiny.wan_inputs(t))
             assert (found - tiny.run(eager, tiny.wan_inputs(t))).abs().max() <= 1e-5
     assert graphs() == 1
-    assert [(where.step, where.branch) for where in handler.forwards] == [(0, "0"), (0, "1"), (1, "0")]
+    assert [(call.step, call.branch) for call in handler.forwards] == [(0, "0"), (0, "1"), (1, "0")]
 
 
 @pytest.mark.slow

@@ -125,9 +125,9 @@ def test_composes_before_and_after(name):
     compose(after)
     for model, seen in ((before, seen_before), (after, seen_after)):
         assert torch.equal(generate(model), expected)
-        assert {where.layer for where, _ in seen.calls} == {0, 1}
-        assert [where.step for where in seen.forwards] == [step for step in range(STEPS) for _ in range(2)]
-        assert {where.branch for where in seen.forwards} == {"cond", "uncond"}
+        assert {call.layer for call, _ in seen.calls} == {0, 1}
+        assert [call.step for call in seen.forwards] == [step for step in range(STEPS) for _ in range(2)]
+        assert {call.branch for call in seen.forwards} == {"cond", "uncond"}
         assert seen.passed == [] and seen.resets == 1
         assert torch.equal(generate(model), expected)  # and once more
         assert seen.forwards[-1].generation == 1
@@ -175,7 +175,7 @@ def test_fused_cogvideox_shares_one_processor_among_layers():
     attachment = attach(model, seen := tiny.Seen())
     model.fuse_qkv_projections()
     assert torch.allclose(tiny.run(model, given), expected, atol=1e-6)
-    assert [where.layer for where, _ in seen.calls] == [0, 1] and seen.passed == []
+    assert [call.layer for call, _ in seen.calls] == [0, 1] and seen.passed == []
     attachment.detach()
     model.unfuse_qkv_projections()  # brings back processors it remembered from before
     assert torch.equal(tiny.run(model, given), expected) and len(seen.calls) == 2
@@ -206,7 +206,7 @@ def test_cache_dit():
         if not first:
             compose(model)
         assert torch.equal(generate(model), expected)
-        assert {where.layer for where, _ in seen.calls} == {0, 1, 2}
+        assert {call.layer for call, _ in seen.calls} == {0, 1, 2}
 
 
 # -- what a user does meanwhile --------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_swapping_processors_while_enabled():
     mine = WanAttnProcessor()
     model.set_attn_processor(mine)  # one for all layers, cross-attention too
     assert torch.equal(tiny.run(model, given), expected)
-    assert [where.layer for where, _ in seen.calls] == [0, 1]
+    assert [call.layer for call, _ in seen.calls] == [0, 1]
     assert model.blocks[0].attn2.processor is mine  # cross-attention is not touched
     attachment.detach()
     assert model.blocks[0].attn1.processor is mine
@@ -235,8 +235,8 @@ def test_a_processor_heart_cannot_serve_runs_and_is_reported():
     model.blocks[0].attn1.set_processor(Zero())
     for _ in range(2):
         tiny.run(model, tiny.wan_inputs())
-    assert [(where.layer, "cannot serve" in reason) for where, reason in seen.passed] == [(0, True)] * 2
-    assert [where.layer for where, _ in seen.calls] == [1, 1]
+    assert [(call.layer, "cannot serve" in reason) for call, reason in seen.passed] == [(0, True)] * 2
+    assert [call.layer for call, _ in seen.calls] == [1, 1]
     attachment.detach()
     assert isinstance(model.blocks[0].attn1.processor, Zero)
 
@@ -354,17 +354,17 @@ def test_two_threads_with_two_models():
         found = list(pool.map(lambda pair: [tiny.run(pair[0], x) for x in pair[1]], zip(models, given)))
     for one, other, seen in zip(found, expected, handlers):
         assert all(map(torch.equal, one, other))
-        assert [where.step for where in seen.forwards] == list(range(8)) and len(seen.calls) == 16
+        assert [call.step for call in seen.forwards] == list(range(8)) and len(seen.calls) == 16
 
 
 # -- generations that end otherwise ----------------------------------------------------------------------
 class Fails(tiny.Seen):
     when = (2, "uncond", 1)
 
-    def attend(self, where, q, k, v, dense):
-        if (where.step, where.branch, where.layer) == self.when:
+    def attend(self, call, q, k, v, dense):
+        if (call.step, call.branch, call.layer) == self.when:
             raise RuntimeError("out of memory")
-        return super().attend(where, q, k, v, dense)
+        return super().attend(call, q, k, v, dense)
 
 
 def test_a_failed_generation_leaves_nothing_behind():
@@ -377,7 +377,7 @@ def test_a_failed_generation_leaves_nothing_behind():
     handler.when = None
     start = len(handler.forwards)
     assert torch.equal(generate(model), expected)
-    assert handler.resets == 2 and {where.generation for where in handler.forwards[start:]} == {1}
+    assert handler.resets == 2 and {call.generation for call in handler.forwards[start:]} == {1}
 
 
 def test_wan22_experts_share_one_clock():
@@ -396,7 +396,7 @@ def test_wan22_experts_share_one_clock():
                     tiny.run(model, tiny.wan_inputs(900.0 - 100 * step))
         for model in (pipe.transformer, pipe.transformer_2):
             model._reset_stateful_cache()
-    places = [(where.generation, where.step, where.transformer) for where in handler.forwards[::2]]
+    places = [(call.generation, call.step, call.transformer) for call in handler.forwards[::2]]
     assert places == [(g, step, step // 2) for g in range(2) for step in range(4)]
     assert handler.resets == 2
     for attachment in (first, second):
@@ -422,9 +422,7 @@ def test_two_pipelines_share_a_transformer():
     attach_pipeline(one, handler := tiny.Seen())
     for pipe in (one, other, one):
         pipe()
-    assert [(where.generation, where.step) for where in handler.forwards] == [
-        (g, s) for g in range(3) for s in range(3)
-    ]
+    assert [(call.generation, call.step) for call in handler.forwards] == [(g, s) for g in range(3) for s in range(3)]
 
 
 def test_a_pipeline_that_goes_away_is_not_kept():

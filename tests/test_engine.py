@@ -16,7 +16,7 @@ from heart_attention.config import HeartConfig
 from heart_attention.errors import HeartError
 from heart_attention.masks import Text
 from heart_attention.online import cost_model
-from heart_attention.online.clock import Where
+from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 from heart_attention.online.reuse import TMR, Always, Interval, Warmup
 from heart_attention.token_order import tile_order
@@ -44,7 +44,7 @@ def trajectory(steps=8, batch=1, seed=0, moves=None, n=N):
 
 
 def at(step, layer=0, branch="cond", **kw):
-    return Where(layer=layer, layers=1, step=step, branch=branch, **kw)
+    return CallContext(layer=layer, layers=1, step=step, branch=branch, **kw)
 
 
 def run(engine, tensors, branch="cond", **kw):
@@ -397,17 +397,17 @@ def test_heads_on_two_ranks_decide_as_one_process():
     for i, qkv in enumerate(steps):
         counts = []  # first pass: what each rank counts; second: with the sum
         for rank in (0, 1):
-            probe = Where(layer=0, step=i, branch="cond", heads=split[rank], heads_total=H)
+            probe = CallContext(layer=0, step=i, branch="cond", heads=split[rank], heads_total=H)
             count = _wanted(ranks[rank], probe, [x[:, split[rank]] for x in qkv])
             counts.append(count)
         for rank in (0, 1):
-            where = Where(layer=0, step=i, branch="cond", heads=split[rank], heads_total=H)
-            where.all_reduce = functools.partial(torch.full_like, fill_value=sum(counts))
-            out = ranks[rank].attend(where, *[x[:, split[rank]] for x in qkv], sdpa)
+            call = CallContext(layer=0, step=i, branch="cond", heads=split[rank], heads_total=H)
+            call.all_reduce = functools.partial(torch.full_like, fill_value=sum(counts))
+            out = ranks[rank].attend(call, *[x[:, split[rank]] for x in qkv], sdpa)
             assert torch.equal(out, expected[i][:, split[rank]])
 
 
-def _wanted(engine, where, qkv):
+def _wanted(engine, call, qkv):
     """How many heads of this rank are beyond δ, from a copy of its state."""
     from heart_attention.online import reuse
 

@@ -7,11 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from heart_attention import masks
 from heart_attention.backbones import XAttention
 from heart_attention.errors import HeartError
 from heart_attention.masks import BlockMask, ClusterMask, Text, pack_bits, top_p, unpack_bits
-from heart_attention.token_order import tile_order
+from heart_attention.token_order import tile_order, tiles
 
 torch.set_num_threads(1)
 some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -201,7 +200,7 @@ def test_tiles_of_any_grid_are_a_permutation(grid, block):
 @pytest.mark.parametrize("block", [64, 128])
 def test_tiles_lie_closer_together_than_the_raster(grid, block):
     raster = torch.arange(grid[0] * grid[1] * grid[2])
-    assert masks._spread(tile_order(grid, block), grid, block) < 0.25 * masks._spread(raster, grid, block)
+    assert tiles._spread(tile_order(grid, block), grid, block) < 0.25 * tiles._spread(raster, grid, block)
 
 
 @pytest.mark.parametrize("grid, block, stride, box, apart", [

@@ -13,7 +13,7 @@ from heart_attention.backbones import SVG2, XAttention
 from heart_attention.config import HeartConfig
 from heart_attention.errors import HeartError
 from heart_attention.masks import BlockMask, Text
-from heart_attention.online.clock import Where
+from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 from heart_attention.online.reuse import TMR, Always
 from heart_attention.token_order import tile_order_of
@@ -37,7 +37,7 @@ def config(order=(ROW,), **kw):
 
 
 def at(step=0, **kw):
-    return Where(layer=0, layers=1, step=step, branch="cond", **{"grid": GRID, **kw})
+    return CallContext(layer=0, layers=1, step=step, branch="cond", **{"grid": GRID, **kw})
 
 
 # ---------------------------------------------------------------- names and permutations
@@ -247,7 +247,7 @@ def test_a_head_gets_blocks_shaped_as_it_looks():
     v = torch.randn(1, 3, 512, 32, generator=torch.Generator().manual_seed(2))
     x = XAttention(stride=4, block=16)
     probe = order_tuning.OrderProbe(x, [[(0.8,) * 3]], steps=(0,))
-    out = probe.attend(Where(layer=0, layers=1, step=0, branch="c", grid=grid), q, q, v, sdpa)
+    out = probe.attend(CallContext(layer=0, layers=1, step=0, branch="c", grid=grid), q, q, v, sdpa)
     assert torch.equal(out, sdpa(q, q, v))
     tuned = order_tuning.tune(probe)
     through_time, along_rows, _ = tuned.order[0]

@@ -24,7 +24,7 @@ def test_calls_by_generation_step_branch_and_layer():
         steps(model)
     assert set(kept) == {(g, s, b, n) for g in (0, 1) for s in (0, 1) for b in ("cond", "uncond") for n in (0, 1)}
     call = kept[0, 1, "cond", 1]
-    assert call.q.shape == (1, tiny.HEADS, tiny.VIDEO, tiny.DIM) and call.where.timestep == 800.0
+    assert call.q.shape == (1, tiny.HEADS, tiny.VIDEO, tiny.DIM) and call.call.step == 1
     assert torch.allclose(F.scaled_dot_product_attention(call.q, call.k, call.v), call.out, atol=1e-6)
     assert kept.nbytes == 16 * 4 * call.q.nbytes
     assert attachment_of(model) is None

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from heart_attention.online.stats import PARTS, Laps, Recorder, Row
+from heart_attention.online.stats import PARTS, Recorder, Row, Timer
 
 
-class FakeLaps(Laps):
+class FakeLaps(Timer):
     """Laps with chosen times."""
 
     def __init__(self, **seconds):
@@ -20,8 +20,8 @@ class FakeLaps(Laps):
 
 
 def sparse(step, layer=0, branch="cond", density=(0.5, 0.25), refreshed=(1.0, 0.0), drift=None, **kw):
-    laps = FakeLaps(drift=0.001, prediction=0.01, attention=0.1)
-    return Row(0, layer, step, branch, laps, density=list(density), refreshed=list(refreshed), drift=drift, **kw)
+    timer = FakeLaps(drift=0.001, prediction=0.01, attention=0.1)
+    return Row(0, layer, step, branch, timer, density=list(density), refreshed=list(refreshed), drift=drift, **kw)
 
 
 def dense(step, layer=0, branch="cond", reason="warm-up step"):
@@ -100,9 +100,9 @@ def test_table_has_a_line_for_each_layer_and_names_what_matters():
 
 
 def test_laps_add_up_parts_that_come_twice():
-    laps = FakeLaps(drift=1.0, attention=2.0)
-    laps.marks.append(("drift", laps.marks[-1][1] + 3.0))
-    assert laps.seconds() == pytest.approx({"drift": 4.0, "attention": 2.0})
+    timer = FakeLaps(drift=1.0, attention=2.0)
+    timer.marks.append(("drift", timer.marks[-1][1] + 3.0))
+    assert timer.seconds() == pytest.approx({"drift": 4.0, "attention": 2.0})
 
 
 class FakeEvent:
@@ -130,10 +130,10 @@ class FakeEvent:
 def test_gpu_times_are_taken_when_known_and_nobody_waits_unless_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     r = Recorder(1, 2)
-    laps = Laps(cuda=True)
-    laps.lap("drift")
-    laps.lap("attention")
-    r.add(Row(0, 0, 0, "cond", laps, density=[0.5, 0.5], refreshed=[1.0, 1.0]))
+    timer = Timer(cuda=True)
+    timer.lap("drift")
+    timer.lap("attention")
+    r.add(Row(0, 0, 0, "cond", timer, density=[0.5, 0.5], refreshed=[1.0, 1.0]))
     early = r.summary()
     assert early["untimed_calls"] == 1 and early["time"]["total"] == 0 and "not timed yet" in str(early)
     asked = r.summary(wait=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.config import HeartConfig
 from heart_attention.errors import HeartError
-from heart_attention.online.clock import Where
+from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 from heart_attention.online.reuse import TMR
 from heart_attention.tuning import delta
@@ -32,7 +32,9 @@ def drive(handler, tensors, branches=("cond",)):
     for step, layers in enumerate(tensors):
         for branch in branches:
             for layer, (q, k, v) in enumerate(layers):
-                handler.attend(Where(layer=layer, step=step, branch=branch), q, k, v, F.scaled_dot_product_attention)
+                handler.attend(
+                    CallContext(layer=layer, step=step, branch=branch), q, k, v, F.scaled_dot_product_attention
+                )
 
 
 def probe(backbone=X, tau=0.6, dense_steps=2, **kw):
@@ -44,7 +46,7 @@ def probe(backbone=X, tau=0.6, dense_steps=2, **kw):
 def test_the_probe_is_invisible_and_skips_warm_up():
     made = MaskProbe(X, [[(0.6,) * H] * LAYERS], 2, False)
     q, k, v = steps(1)[0][0]
-    out = made.attend(Where(layer=0, step=0, branch="c"), q, k, v, F.scaled_dot_product_attention)
+    out = made.attend(CallContext(layer=0, step=0, branch="c"), q, k, v, F.scaled_dot_product_attention)
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v)) and not made.tracks
     assert {t.steps[0] for t in probe().tracks.values()} == {2}
 

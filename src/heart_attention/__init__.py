@@ -7,6 +7,8 @@ import sys
 import types
 from typing import Any
 
+from . import moved
+
 __version__ = "0.1.0"
 
 # Public name -> module that defines it. Loaded on first use, so that `import heart_attention` stays quick.
@@ -32,7 +34,7 @@ _PUBLIC = {
     "Calibration": "calibration.file",
     "HeartError": "errors",
 }
-_MODULES = ("kernels", "calibration", "metrics", "studies", "report", "tiny", "backbones", "models")
+_MODULES = ("kernels", "calibration", "tiny", "backbones", "models", "masks")
 
 __all__ = ["__version__", *_PUBLIC, "kernels"]
 
@@ -44,6 +46,8 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
+    if (module := moved.attribute(name)) is not None:
+        return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -60,3 +64,4 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+moved.install()

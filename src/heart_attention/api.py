@@ -15,7 +15,7 @@ from . import config as configs
 from .config import HeartConfig
 from .errors import HeartError
 from .files import read_json
-from .online.clock import Where
+from .online.call import CallContext
 from .online.engine import Engine
 from .online.stats import Stats
 
@@ -106,7 +106,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    where: Where | Mapping[str, Any] | tuple,
+    call: CallContext | Mapping[str, Any] | tuple,
     state: Engine,
     dense: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -120,7 +120,7 @@ def attention(
             the last one of its layer and branch begins a new generation.
         dense: what computes dense attention; PyTorch's own by default.
     """
-    at = _where(where)
+    at = _as_call(call)
     if not isinstance(state, Engine):
         raise HeartError(f"state is {type(state).__name__}: make one Engine(config, layers, heads) and keep it")
     if q.dim() != 4 or q.shape[1] + at.head_offset > state.heads:
@@ -224,13 +224,13 @@ def _costs(config: HeartConfig, transformers: int) -> list[Any]:
     return [ulysses.costs_of(one) for one in experts.for_each(config.thresholds, transformers)]
 
 
-def _where(where: Any) -> Where:
-    if isinstance(where, Where):
-        return where
+def _as_call(call: Any) -> CallContext:
+    if isinstance(call, CallContext):
+        return call
     try:
-        if isinstance(where, Mapping):
-            return Where(**where)
-        layer, step, branch = where
-        return Where(layer=layer, step=step, branch=str(branch))
+        if isinstance(call, Mapping):
+            return CallContext(**call)
+        layer, step, branch = call
+        return CallContext(layer=layer, step=step, branch=str(branch))
     except (TypeError, ValueError):
-        raise HeartError(f"where is {where!r}: give (layer, step, branch), or a dict with these names") from None
+        raise HeartError(f"where is {call!r}: give (layer, step, branch), or a dict with these names") from None

@@ -15,13 +15,13 @@ from scipy.stats import spearmanr
 from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.calibration.measure import gradient, probes, velocity_error
-from heart_attention.calibration.measure.candidates import DENSE, Call, Spec
+from heart_attention.calibration.measure.candidates import DENSE, Spec, Trials
 from heart_attention.calibration.measure.replay import Replay
 from heart_attention.errors import HeartError
 from heart_attention.kernels.eager import masked_attention
 from heart_attention.kernels.ops import backward as native
 from heart_attention.masks import BlockMask, Text
-from heart_attention.online.clock import Where
+from heart_attention.online.call import CallContext
 from heart_attention.token_order import tile_order
 
 BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
@@ -92,21 +92,23 @@ def test_climbing_the_candidates_gives_what_each_gives_alone(case, kernel):
     q, k, v = (torch.randn(2, 2, 70, 16) for _ in range(3))
     text = [Text(60, 6, 4), Text(60, 7, 3)] if case == "tail" else None
     backbone = BACKBONES["svg2" if case == "cluster" else "xattention"]
-    call = Call(Spec(backbone, (0.3, 0.3001, 0.7, 0.9, 1.0), kernel=kernel), Where(layer=0, text=text), "0", q, k, v)
-    outs = list(call.climb())
+    trials = Trials(
+        Spec(backbone, (0.3, 0.3001, 0.7, 0.9, 1.0), kernel=kernel), CallContext(layer=0, text=text), "0", q, k, v
+    )
+    outs = list(trials.climb())
     assert len(outs) == 5
     for n, out in enumerate(outs):
-        torch.testing.assert_close(out, call.run([0, 1], n), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(out, trials.run([0, 1], n), atol=2e-6, rtol=1e-5)
 
 
 def test_masks_that_are_not_nested_are_computed_whole():
     torch.manual_seed(2)
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
-    call = Call(Spec(BACKBONES["xattention"], (0.3, 0.5, 0.9)), Where(layer=0), "0", q, k, v)
-    (masks, _full), *_ = call.masks
+    trials = Trials(Spec(BACKBONES["xattention"], (0.3, 0.5, 0.9)), CallContext(layer=0), "0", q, k, v)
+    (masks, _full), *_ = trials.masks
     masks[0], masks[1] = masks[1], masks[0]
-    for n, out in enumerate(call.climb()):
-        torch.testing.assert_close(out, call.run([0, 1], n), atol=2e-6, rtol=1e-5)
+    for n, out in enumerate(trials.climb()):
+        torch.testing.assert_close(out, trials.run([0, 1], n), atol=2e-6, rtol=1e-5)
 
 
 def _twin(replay, context, spec, choice):
@@ -114,17 +116,17 @@ def _twin(replay, context, spec, choice):
     leaves, deltas, outputs = {}, {}, []
     for branch in context.branches:
 
-        def serve(where, q, k, v, dense, name=branch.name):
-            call = Call(spec, where, name, q, k, v)
-            mask = call.mixed_mask(0, choice[where.layer]).dense_tokens()
+        def serve(call, q, k, v, dense, name=branch.name):
+            trials = Trials(spec, call, name, q, k, v)
+            mask = trials.mixed_mask(0, choice[call.layer]).dense_tokens()
             full = (q @ k.mT) / q.shape[-1] ** 0.5
             out = full.masked_fill(~mask, -torch.inf).softmax(-1) @ v
-            leaf = leaves[name, where.layer] = torch.zeros_like(out, requires_grad=True)
+            leaf = leaves[name, call.layer] = torch.zeros_like(out, requires_grad=True)
             heads = range(out.shape[1])
-            deltas[name, where.layer] = [call.run(heads, c) - out.detach() for c in range(len(spec.candidates))]
+            deltas[name, call.layer] = [trials.run(heads, c) - out.detach() for c in range(len(spec.candidates))]
             return out + leaf
 
-        with torch.enable_grad(), replay.tap.serving(serve):
+        with torch.enable_grad(), replay.handler.serving(serve):
             outputs.append(replay.forward(branch.inputs))
     epsilon, reference = context.combine(outputs) - context.reference(), context.reference()
     e = (epsilon * velocity_error.apply_weight(epsilon)).sum() / velocity_error.denominator(reference)
@@ -165,14 +167,14 @@ def test_first_order_terms_predict_small_moves():
         step, outputs = 1e-2, []
         for branch in context.branches:
 
-            def serve(where, q, k, v, dense, name=branch.name):
-                call = Call(spec, where, name, q, k, v)
-                out = call.mixed(choice[where.layer], None)
-                if where.layer == 0:
-                    out = out + step * (call.mixed([1, 2], None) - out)
+            def serve(call, q, k, v, dense, name=branch.name):
+                trials = Trials(spec, call, name, q, k, v)
+                out = trials.mixed(choice[call.layer], None)
+                if call.layer == 0:
+                    out = out + step * (trials.mixed([1, 2], None) - out)
                 return out
 
-            with torch.no_grad(), replay.tap.serving(serve):
+            with torch.no_grad(), replay.handler.serving(serve):
                 outputs.append(replay.forward(branch.inputs))
     change = velocity_error.spectral(context.combine(outputs), context.reference()) - found.error
     assert change / step == pytest.approx(found.first[0, 1, 2], rel=0.05)

@@ -48,18 +48,18 @@ def settings(method):
 
 
 def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypatch):
-    from heart_attention.execution.ray import RayCrew
+    from heart_attention.execution.ray import RayExecutor
 
     local = calibrate.calibrate(load(), settings("probes"), tmp_path / "local")
     crews, replaced, killed = [], [], []
-    original, replace = RayCrew.__init__, RayCrew._replace
+    original, replace = RayExecutor.__init__, RayExecutor._replace
 
     def remember(self, *args, **kwargs):
         original(self, *args, **kwargs)
         crews.append(self)
 
-    monkeypatch.setattr(RayCrew, "__init__", remember)
-    monkeypatch.setattr(RayCrew, "_replace", lambda self, *a: replaced.append(1) or replace(self, *a))
+    monkeypatch.setattr(RayExecutor, "__init__", remember)
+    monkeypatch.setattr(RayExecutor, "_replace", lambda self, *a: replaced.append(1) or replace(self, *a))
 
     def kill_one(stage, done, total, left):
         if stage == "probes" and done >= 2 and not killed:
@@ -75,25 +75,25 @@ def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypa
 
 
 def test_a_failing_task_is_one_sentence(cluster, tmp_path):
-    from heart_attention.execution.ray import RayCrew
+    from heart_attention.execution.ray import RayExecutor
 
-    crew = RayCrew("auto", load, settings("probes").job(), workers=1)
+    executor = RayExecutor("auto", load, settings("probes").job(), workers=1)
     try:
         with pytest.raises(HeartError, match="a Ray worker failed at verify_p000_s001"):
-            list(crew.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b"no context"))
+            list(executor.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b"no context"))
     finally:
-        crew.close()
+        executor.close()
 
 
 def test_a_task_that_kills_every_worker_is_given_up(cluster):
-    from heart_attention.execution.ray import RayCrew
+    from heart_attention.execution.ray import RayExecutor
 
-    crew = RayCrew("auto", functools.partial(os._exit, 1), settings("probes").job(), workers=1)
+    executor = RayExecutor("auto", functools.partial(os._exit, 1), settings("probes").job(), workers=1)
     try:
         with pytest.raises(HeartError, match="lost 4 Ray workers in a row"):
-            list(crew.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b""))
+            list(executor.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b""))
     finally:
-        crew.close()
+        executor.close()
 
 
 def test_ray_needs_a_loader(cluster, tmp_path):

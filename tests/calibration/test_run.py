@@ -82,9 +82,9 @@ def test_a_calibration_is_complete_and_saves(finished, method, tmp_path, pipe):
     again = file.Calibration.load(path, pipe.transformer)
     assert again == made and made.method == method and made.thresholds.shape == (2, 2)
     assert made.candidates.tolist() == [0.6, 0.9, 0.95] and made.E.shape == made.S.shape == (2, 2, 3)
-    for where in ("calibration", "held_out"):
+    for call in ("calibration", "held_out"):
         for who in ("shared", "chosen"):
-            figures = made.verification[where][who]
+            figures = made.verification[call][who]
             assert figures["error"] == pytest.approx(np.mean(figures["errors"])) and 0 < figures["sparsity"] < 1
     assert {s for s, *_ in stages} >= {"trajectories", "verifying, calibration", "verifying, held out"}
     for _, done, total, left in stages:

@@ -68,7 +68,7 @@ def test_what_it_serves(monkeypatch):
 INTERPRETED = """
 import torch
 from heart_attention.backbones import SVG2, XAttention, kmeans, xattention
-from heart_attention.kernels import triton_predict
+from heart_attention.kernels.ops import triton_predict
 torch.set_num_threads(1)
 triton_predict.serves = lambda x, what, *more: not more  # as on a GPU; the interpreter takes CPU tensors
 g = torch.Generator().manual_seed(0)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention, kmeans
-from heart_attention.calibration.measure.candidates import Call, Spec
+from heart_attention.calibration.measure.candidates import Spec, Trials
 from heart_attention.errors import HeartError
 from heart_attention.kernels import eager, triton_attention
 from heart_attention.kernels.ops import triton_predict
 from heart_attention.masks import BlockMask, ClusterMask
-from heart_attention.online.clock import Where
+from heart_attention.online.call import CallContext
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
 torch.set_num_threads(1)
@@ -108,9 +108,11 @@ def test_parts_add_up(n, clustered, tail, ordered, share, seed):
 @pytest.mark.parametrize("svg2", [False, True])
 def test_calibration_climbs_its_candidates(svg2):
     backbone = SVG2(q_clusters=3, k_clusters=9, init_iters=2) if svg2 else XAttention(stride=4, block=16)
-    call = Call(Spec(backbone, (0.3, 0.7, 0.9, 1.0), kernel="triton"), Where(layer=0), "0", *qkv(generator(0), 50, 16))
-    for n, out in enumerate(call.climb()):
-        torch.testing.assert_close(out, call.run([0, 1], n), atol=2e-6, rtol=1e-5)
+    trials = Trials(
+        Spec(backbone, (0.3, 0.7, 0.9, 1.0), kernel="triton"), CallContext(layer=0), "0", *qkv(generator(0), 50, 16)
+    )
+    for n, out in enumerate(trials.climb()):
+        torch.testing.assert_close(out, trials.run([0, 1], n), atol=2e-6, rtol=1e-5)
 
 
 @few

@@ -32,13 +32,13 @@ def test_all_layers_are_seen_with_grid_and_text(name):
     assert len(attachment.layers) == case.layers
     tiny.run(model, case.inputs(batch=batch))
     assert seen.forwards[0].grid == tiny.GRID
-    layers = [where.layer for where, _ in seen.calls]
+    layers = [call.layer for call, _ in seen.calls]
     items = attachment.family.item_by_item
     assert sorted(layers) == sorted(list(range(case.layers)) * (batch if items else 1))
-    for where, (b, heads, n, dim) in seen.calls:
+    for call, (b, heads, n, dim) in seen.calls:
         assert (b, heads, dim) == (1 if items else batch, tiny.HEADS, tiny.DIM)
-        expected = None if case.text is None else [case.text(where.item + i) for i in range(b)]
-        found = None if where.text is None else [(t.start, t.prompt, t.unused) for t in where.text]
+        expected = None if case.text is None else [case.text(call.item + i) for i in range(b)]
+        found = None if call.text is None else [(t.start, t.prompt, t.unused) for t in call.text]
         assert found == expected
         assert n == tiny.VIDEO + (sum(expected[0][1:]) if expected else 0)
 
@@ -52,9 +52,9 @@ def test_the_answer_reaches_the_model_from_every_layer(name):
     class OneLayer(tiny.Seen):
         only = 0
 
-        def attend(self, where, q, k, v, dense):
+        def attend(self, call, q, k, v, dense):
             out = dense(q, k, v)
-            return out * 0.5 if where.layer == self.only else out
+            return out * 0.5 if call.layer == self.only else out
 
     attach(model, handler := OneLayer())
     outputs = []
@@ -69,7 +69,7 @@ def test_gradients_flow_through_attention():
     leaf = torch.zeros(1, tiny.HEADS, tiny.VIDEO, tiny.DIM, requires_grad=True)
 
     class AddLeaf(tiny.Seen):
-        def attend(self, where, q, k, v, dense):
+        def attend(self, call, q, k, v, dense):
             assert q.requires_grad
             return dense(q, k, v) + leaf
 
@@ -105,7 +105,7 @@ def test_dense_cuts_the_mask_to_batch_items():
     before = tiny.run(model, given)
 
     class ByItem(tiny.Seen):
-        def attend(self, where, q, k, v, dense):
+        def attend(self, call, q, k, v, dense):
             parts = [dense(*(x[i : i + 1] for x in (q, k, v)), items=[i]) for i in range(q.shape[0])]
             return torch.cat(parts)
 

@@ -59,7 +59,7 @@ def test_steps_branches_and_generations(make):
     attach_pipeline(pipe, seen := tiny.Seen())
     for _ in range(2):
         pipe(**given, **SIZE)
-    places = [(where.generation, where.step, where.branch) for where in seen.forwards]
+    places = [(call.generation, call.step, call.branch) for call in seen.forwards]
     assert places == [(g, step, branch) for g in range(2) for step in range(STEPS)]
     assert seen.passed == [] and seen.resets == 2
-    assert {where.layer for where, _ in seen.calls} == {0, 1}
+    assert {call.layer for call, _ in seen.calls} == {0, 1}

@@ -12,6 +12,8 @@ from typing import Any
 import diffusers
 import torch
 
+from heart_attention.online.call import Handler
+
 HEADS, DIM, GRID, TEXT = 2, 16, (2, 4, 4), 6  # attention heads, their size, video tokens, text tokens
 HIDDEN = HEADS * DIM
 
@@ -280,7 +282,7 @@ MODELS: dict[str, Tiny] = {
 }
 
 
-class Seen:
+class Seen(Handler):
     """A handler that runs everything dense and remembers what it was asked."""
 
     def __init__(self) -> None:
@@ -289,15 +291,15 @@ class Seen:
         self.passed: list[Any] = []  # (where, reason)
         self.resets = 0
 
-    def start_forward(self, where: Any) -> None:
-        self.forwards.append(where)
+    def start_forward(self, call: Any) -> None:
+        self.forwards.append(call)
 
-    def attend(self, where: Any, q: Any, k: Any, v: Any, dense: Any) -> torch.Tensor:
-        self.calls.append((where, tuple(q.shape)))
+    def attend(self, call: Any, q: Any, k: Any, v: Any, dense: Any) -> torch.Tensor:
+        self.calls.append((call, tuple(q.shape)))
         return dense(q, k, v)
 
-    def passed_through(self, where: Any, reason: str) -> None:
-        self.passed.append((where, reason))
+    def fallback(self, call: Any, reason: str) -> None:
+        self.passed.append((call, reason))
 
     def reset(self) -> None:
         self.resets += 1
@@ -306,8 +308,8 @@ class Seen:
 class Halved(Seen):
     """A handler that changes every answer, so that a layer it misses shows in the output."""
 
-    def attend(self, where: Any, q: Any, k: Any, v: Any, dense: Any) -> torch.Tensor:
-        return super().attend(where, q, k, v, dense) * 0.5
+    def attend(self, call: Any, q: Any, k: Any, v: Any, dense: Any) -> torch.Tensor:
+        return super().attend(call, q, k, v, dense) * 0.5
 
 
 @torch.no_grad()

@@ -199,7 +199,7 @@ def warm_up(pipe, methods: Sequence[Method], prompt: str, setting: Setting) -> N
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
     """No warnings: what is said of three steps of warming up is not meant for the user."""
-    logger = logging.getLogger(__package__)
+    logger = logging.getLogger(__name__.partition(".")[0])
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

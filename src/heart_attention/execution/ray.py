@@ -41,7 +41,7 @@ class _Actor:
         return list(self.worker.run(task, data))
 
 
-class RayCrew:
+class RayExecutor:
     """Does tasks on a Ray cluster.
 
     Args:

@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook, StateManager
@@ -21,37 +21,14 @@ from torch._dynamo.eval_frame import skip_code
 
 from ..errors import HeartError
 from ..masks import Text
-from ..online.clock import Clock, Where
+from ..online.call import CallContext, Handler
+from ..online.clock import Clock
 from . import custom_ops, family_of, processors
 from .families.base import Family, Grid, count
 from .ulysses import check_parallel
 
 logger = logging.getLogger(__name__)
 CHILD = "_heart_clock"  # the child module that carries our hook
-
-
-@runtime_checkable
-class Handler(Protocol):
-    """What HEART, a recorder or a calibration run does with a transformer's attention.
-
-    A handler may also have `passed_through(where, reason)`: told when a call runs dense without it; and
-    `plain(where, layer, cuda)`: asked before a call of that layer, where it may return a function to have the call
-    run dense unseen, at next to no cost, and be called after it.
-    """
-
-    def start_forward(self, where: Where) -> None:
-        """A forward of the transformer begins."""
-
-    def attend(
-        self, where: Where, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: processors.Dense
-    ) -> torch.Tensor:
-        """Answer one call: q, k, v [B, H, N, D] (views) -> [B, H, N, D]; `dense(q, k, v)` is the user's
-        own.
-        """
-        ...
-
-    def reset(self) -> None:
-        """A generation is over: drop what belongs to it."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +93,7 @@ class Attachment:
         self.handler, self.family, self.clock, self.index = handler, family, clock, index
         self.handle = custom_ops.handle(self)
         self.costs: list[tuple[float, ...]] | None = None  # of each layer's heads, where ranks share them by cost
-        self._where: Where | None = None
+        self._call: CallContext | None = None
         self._tokens = 0
         self._said: set[str] = set()
         self._layers = [
@@ -139,24 +116,23 @@ class Attachment:
     @property
     def sequence(self) -> tuple[int, list[Text] | None]:
         """This forward's video tokens (0 if unknown), and where text lies among them in each batch item."""
-        return self._tokens, None if self._where is None else self._where.text
+        return self._tokens, None if self._call is None else self._call.text
 
     # -- at work ----------------------------------------------------------------------------------------
     def start(self, timestep: Any, grid: Grid | None, inputs: list[torch.Tensor]) -> None:
         """A forward begins."""
         moment = self.clock.tick(timestep)
         self._tokens = count(grid)
-        self._where = Where(
+        self._call = CallContext(
             transformer=self.index,
             layers=len(self._layers),
             step=moment.step,
             branch=moment.branch,
             generation=moment.generation,
-            timestep=moment.timestep,
             grid=grid,
             text=self.family.text(inputs, self._tokens),
         )
-        self.handler.start_forward(self._where)
+        self.handler.start_forward(self._call)
         for layer in self._layers:
             self._keep(layer)
             layer.calls = 0
@@ -170,53 +146,46 @@ class Attachment:
         if reason is not None:
             layer.refused = present
         if present is layer.refused:
-            self.passed_through(layer, f"a processor HEART cannot serve: {reason or 'as before'}")
+            self.fallback(layer, f"a processor HEART cannot serve: {reason or 'as before'}")
 
     def attend(
         self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: processors.Dense, **at: Any
     ) -> torch.Tensor:
         """One call of a layer; q, k, v [B, H, N, D]."""
-        where = self._at(layer)
+        call = self._at(layer)
         for name, value in at.items():  # empty but under context parallelism
-            setattr(where, name, value)
-        reason = self._reason_not(where, q, k, dense)
+            setattr(call, name, value)
+        reason = self._reason_not(call, q, k, dense)
         if reason is not None:
-            self._pass(where, reason)
+            self._pass(call, reason)
             return dense(q, k, v)
-        return self.handler.attend(where, q, k, v, dense)
+        return self.handler.attend(call, q, k, v, dense)
 
-    def plain(self, layer: Layer, cuda: bool) -> Callable[[], None] | None:
-        """What to call after this call ran dense unseen, if the handler wants that."""
-        ask = getattr(self.handler, "plain", None)
-        return None if ask is None or self._where is None else ask(self._where, layer.info.index, cuda)
-
-    def _at(self, layer: Layer) -> Where:
-        where = Where(layer=layer.info.index) if self._where is None else self._where.at_layer(layer.info.index)
+    def _at(self, layer: Layer) -> CallContext:
+        call = CallContext(layer=layer.info.index) if self._call is None else self._call.at_layer(layer.info.index)
         if self.family.item_by_item:
-            where.item, layer.calls = layer.calls, layer.calls + 1
-            where.text = where.text and where.text[where.item : where.item + 1]
-        return where
+            call.item, layer.calls = layer.calls, layer.calls + 1
+            call.text = call.text and call.text[call.item : call.item + 1]
+        return call
 
-    def _reason_not(self, where: Where, q: torch.Tensor, k: torch.Tensor, dense: processors.Dense) -> str | None:
-        if self._where is None:
+    def _reason_not(self, call: CallContext, q: torch.Tensor, k: torch.Tensor, dense: processors.Dense) -> str | None:
+        if self._call is None:
             return "attention outside a forward of the transformer"
         if dense.extra:
             return f"attention with {', '.join(k for k, v in dense.extra.items() if v)}"
         if q.shape != k.shape:
             return f"keys of shape {tuple(k.shape)} for queries of {tuple(q.shape)}"
-        return self.family.reason_not(self._tokens, where.text, q, dense.mask)
+        return self.family.reason_not(self._tokens, call.text, q, dense.mask)
 
-    def passed_through(self, layer: Layer, reason: str) -> None:
+    def fallback(self, layer: Layer, reason: str) -> None:
         """A layer runs dense without the handler: say why."""
         self._pass(self._at(layer), reason)
 
-    def _pass(self, where: Where, reason: str) -> None:
-        told = getattr(self.handler, "passed_through", None)
-        if told is not None:
-            told(where, reason)
+    def _pass(self, call: CallContext, reason: str) -> None:
+        self.handler.fallback(call, reason)
         if reason not in self._said:
             self._said.add(reason)
-            logger.warning("Layer %d runs dense: %s.", where.layer, reason)
+            logger.warning("Layer %d runs dense: %s.", call.layer, reason)
 
     def reset(self) -> None:
         """End the generation by hand (pipelines do it by themselves)."""

@@ -55,7 +55,7 @@ def attend_in_parallel(
     shares = _shares(attachment, layer, _tokens(query, context, group))
     reason = _reason_not(attachment, layer, dense, query, key, shares)
     if reason is not None:
-        attachment.passed_through(layer, reason)
+        attachment.fallback(layer, reason)
         dense.parallel = config
         return dense.raw(query, key, value)
     rank, costs = dist.get_rank(group), attachment.costs

@@ -9,71 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ..masks import Text
-
 MOST_BRANCHES = 8  # more unnamed calls at one timestep than this are a new generation, so state cannot pile up
-
-
-@dataclass(slots=True)
-class Where:
-    """Where in a generation one attention call, or one forward, stands.
-
-    Args:
-        transformer: 0, or 1 for the second expert of Wan2.2.
-        layer, layers: index of the attention layer and how many the transformer has; layer is -1 for a forward.
-        step: the denoising step in this generation, None when nothing tells.
-        branch: the guidance branch ("cond", "uncond", ...), or "0", "1", ... by order of calls at a timestep.
-        generation: counts up with every generation this clock has seen.
-        timestep: what the model was told; None where reading it would make a GPU wait for nothing.
-        grid: video tokens as (frames, rows, columns).
-        text: for joint attention, where text lies in the sequence of each batch item.
-        item: the first batch item of this call (Mochi attends item by item).
-        head_offset, heads_total: with Ulysses, this rank has the heads `head_offset ...` out of `heads_total`.
-        heads: the true indices of this call's heads, when they were dealt to ranks in another order.
-        all_reduce: sums a tensor over the ranks that share this layer's heads; None on one process.
-    """
-
-    transformer: int = 0
-    layer: int = -1
-    layers: int = 0
-    step: int | None = None
-    branch: str = "0"
-    generation: int = 0
-    timestep: float | None = None
-    grid: tuple[int, int, int] | None = None
-    text: list[Text] | None = None
-    item: int = 0
-    head_offset: int = 0
-    heads_total: int | None = None
-    heads: list[int] | None = None
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-    state: dict[str, Any] = field(default_factory=dict, repr=False)  # free for handlers, shared by one forward
-
-    def at_layer(self, layer: int) -> Where:
-        """The same place, at a layer of this forward. (`copy.copy` takes eight times as long.)"""
-        return Where(
-            self.transformer,
-            layer,
-            self.layers,
-            self.step,
-            self.branch,
-            self.generation,
-            self.timestep,
-            self.grid,
-            self.text,
-            self.item,
-            self.head_offset,
-            self.heads_total,
-            self.heads,
-            self.all_reduce,
-            self.state,
-        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -20,14 +20,13 @@ from torch import Tensor
 from .. import kernels, token_order
 from ..config import HeartConfig, threshold_table
 from ..errors import HeartError
-from ..masks import Packed, Text, parts
+from ..masks import Packed, Text, combine
 from . import cost_model, reuse
-from .clock import Where
-from .stats import Laps, Recorder, Row, Stats
+from .call import CallContext, Dense, Handler
+from .stats import Recorder, Row, Stats, Timer
 
 log = logging.getLogger(__name__)
 
-Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
 EXPECTED_REFRESH = 0.3  # share of masks predicted anew, as long as a layer has shown nothing of its own
 EXPECTED_DENSITY = 0.5  # what a mask keeps, for the question whether to make a first one
 
@@ -63,14 +62,14 @@ class LayerState:
 
 
 @dataclass
-class Call:
+class Request:
     """One call on its way through the engine."""
 
-    where: Where
+    call: CallContext
     q: Tensor
     k: Tensor
     v: Tensor
-    laps: Laps
+    timer: Timer
     text: Text | None
     heads: list[int]  # the model's numbers of the heads at hand
     tau: tuple[float, ...]  # their thresholds
@@ -79,7 +78,7 @@ class Call:
     refresh: Tensor | None = field(default=None, repr=False)
 
 
-class Engine:
+class Engine(Handler):
     """Serves the attention of one model (or a pair of experts) as its config says.
 
     Args:
@@ -121,7 +120,7 @@ class Engine:
 
     # ---------------------------------------- the handler
 
-    def start_forward(self, where: Where) -> None:
+    def start_forward(self, call: CallContext) -> None:
         """A forward of the transformer begins: a calibration made for something else says so, once."""
         if self._told:
             return
@@ -131,13 +130,13 @@ class Engine:
             "order": config.order,
             "backbone": config.backbone.to_dict() if hasattr(config.backbone, "to_dict") else None,
         }
-        for sentence in config.thresholds.warnings_for(steps=self.steps(), grid=where.grid, **made):
+        for sentence in config.thresholds.warnings_for(steps=self.steps(), grid=call.grid, **made):
             log.warning("%s", sentence)
             self.recorder.notes.append(sentence)
 
-    def passed_through(self, where: Where, reason: str) -> None:
+    def fallback(self, call: CallContext, reason: str) -> None:
         """A call ran dense without coming here."""
-        self.recorder.add(Row(where.transformer, where.layer, where.step or 0, where.branch, Laps(), reason))
+        self.recorder.add(Row(call.transformer, call.layer, call.step or 0, call.branch, Timer(), reason))
 
     def reset(self) -> None:
         """A generation is over: drop its masks, anchors and plans."""
@@ -147,36 +146,23 @@ class Engine:
         self._last.clear()
         self.recorder.end_generation()
 
-    def plain(self, where: Where, layer: int, cuda: bool) -> Callable[[], None] | None:
-        """For a call that is dense whatever its values: the function that counts it afterwards."""
-        reason = self._reason_at(where, layer)
-        if not reason:
-            return None
-        laps = Laps(cuda)
-
-        def done() -> None:
-            laps.lap("dense")
-            self.recorder.add(Row(where.transformer, layer, where.step or 0, where.branch, laps, reason))
-
-        return done
-
-    def turn(self, where: Where) -> None:
+    def turn(self, call: CallContext) -> None:
         """For callers without a clock: a step not later than a layer's and branch's last begins a generation."""
-        key = (where.transformer, where.layer, where.branch, where.item)
+        key = (call.transformer, call.layer, call.branch, call.item)
         last = self._last.get(key)
-        if where.step is not None and last is not None and where.step <= last:
+        if call.step is not None and last is not None and call.step <= last:
             self.reset()
-        self._last[key] = where.step
+        self._last[key] = call.step
 
-    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor, dense: Dense) -> Tensor:
+    def attend(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, dense: Dense) -> Tensor:
         """Answer one attention call: q, k, v [B, H, N, D] -> [B, H, N, D]."""
-        laps = Laps(q.is_cuda)
-        reason = self._reason_dense(where, q, k)
+        timer = Timer(q.is_cuda)
+        reason = self._reason_dense(call, q, k)
         if not reason:
-            out, reason = self._sparse(where, q, k, v, laps, dense)
+            out, reason = self._sparse(call, q, k, v, timer, dense)
             if out is not None:
                 return out
-        return self._dense(where, q, k, v, laps, dense, reason)
+        return self._dense(call, q, k, v, timer, dense, reason)
 
     def stats(self, wait: bool = False) -> Stats:
         """What happened so far; `wait` for GPU times that are not known yet."""
@@ -194,17 +180,17 @@ class Engine:
 
     # ---------------------------------------- dense
 
-    def _reason_at(self, where: Where, layer: int) -> str:
+    def _reason_at(self, call: CallContext, layer: int) -> str:
         """Why this layer runs dense at this step, whatever q and k are."""
-        if where.step is not None and where.step < self.config.dense_steps:
+        if call.step is not None and call.step < self.config.dense_steps:
             return "warm-up step"
-        if self._all_dense[where.transformer][layer]:
+        if self._all_dense[call.transformer][layer]:
             return "every threshold is 1"
         return "dense layer" if layer < self.config.dense_layers else ""
 
-    def _reason_dense(self, where: Where, q: Tensor, k: Tensor) -> str:
+    def _reason_dense(self, call: CallContext, q: Tensor, k: Tensor) -> str:
         """Why this call runs dense, as far as can be said without looking at its values."""
-        reason = self._reason_at(where, where.layer)
+        reason = self._reason_at(call, call.layer)
         if reason:
             return reason
         if q.shape != k.shape:
@@ -219,61 +205,72 @@ class Engine:
             log.warning("%s", sentence)
         return reason
 
-    def _dense(self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, dense: Dense, reason: str) -> Tensor:
+    def _dense(
+        self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer, dense: Dense, reason: str
+    ) -> Tensor:
         out = dense(q, k, v)
-        laps.lap("dense")
-        step = where.step if where.step is not None else 0
-        self.recorder.add(Row(where.transformer, where.layer, step, where.branch, laps, reason))
+        timer.lap("dense")
+        step = call.step if call.step is not None else 0
+        self.recorder.add(Row(call.transformer, call.layer, step, call.branch, timer, reason))
         return out
 
     # ---------------------------------------- sparse
 
     def _sparse(
-        self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, dense: Dense
+        self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer, dense: Dense
     ) -> tuple[Tensor | None, str]:
         """The sparse output, or None and why the call had better run dense."""
-        texts = where.text
+        texts = call.text
         if not texts or all(text == texts[0] for text in texts):
-            return self._sparse_call(self._call(where, q, k, v, laps, texts[0] if texts else None))
+            return self._sparse_call(self._call(call, q, k, v, timer, texts[0] if texts else None))
         outs: list[Tensor] = []  # prompts of different lengths: one batch item after the other
         for i, text in enumerate(texts):
-            at = dataclasses.replace(where, item=where.item + i, text=[text])
-            part = self._call(at, q[i : i + 1], k[i : i + 1], v[i : i + 1], Laps(q.is_cuda), text)
+            at = dataclasses.replace(call, item=call.item + i, text=[text])
+            part = self._call(at, q[i : i + 1], k[i : i + 1], v[i : i + 1], Timer(q.is_cuda), text)
             out, reason = self._sparse_call(part)
             if out is None:
-                out = self._dense(at, q, k, v, part.laps, dense, reason)[i : i + 1]
+                out = self._dense(at, q, k, v, part.timer, dense, reason)[i : i + 1]
             outs.append(out)
         return torch.cat(outs), ""
 
-    def _call(self, where: Where, q: Tensor, k: Tensor, v: Tensor, laps: Laps, text: Text | None) -> Call:
-        heads = where.heads or list(range(where.head_offset, where.head_offset + q.shape[1]))
-        row = self._tau[where.transformer][where.layer]
+    def _call(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer, text: Text | None) -> Request:
+        heads = call.heads or list(range(call.head_offset, call.head_offset + q.shape[1]))
+        row = self._tau[call.transformer][call.layer]
         text = text if text is not None and text.prompt + text.unused else None
-        return Call(where, q, k, v, laps, text, heads, tuple(row[h] for h in heads))
+        return Request(call, q, k, v, timer, text, heads, tuple(row[h] for h in heads))
 
-    def _sparse_call(self, call: Call) -> tuple[Tensor | None, str]:
-        state = self._state(call)
+    def _sparse_call(self, request: Request) -> tuple[Tensor | None, str]:
+        state = self._state(request)
         if state.wait > 0:
             state.wait -= 1
             return None, state.reason
         if not state.calls:
-            reason = self._cannot_pay(call, state)
+            reason = self._cannot_pay(request, state)
             if reason:
-                return None, self._postpone(state, call, reason)
-        self._decide(call, state)
-        if bool(call.refresh.any()):  # type: ignore[union-attr]
-            self._refresh(call, state)
-        self._count(call, state)
-        reason = self._verdict(call, state)
+                return None, self._postpone(state, request, reason)
+        self._decide(request, state)
+        if bool(request.refresh.any()):  # type: ignore[union-attr]
+            self._refresh(request, state)
+        self._count(request, state)
+        reason = self._verdict(request, state)
         if reason:
             return None, reason
-        return self._run(call, state), ""
+        return self._run(request, state), ""
 
-    def _state(self, call: Call) -> LayerState:
+    def _state(self, request: Request) -> LayerState:
         """The state of this layer and branch; a new one if anything that masks depend on has changed."""
-        at, q = call.where, call.q
+        at, q = request.call, request.q
         key = (at.transformer, at.layer, at.branch, at.item)
-        signature = (q.shape, q.dtype, q.device, call.text, at.grid, call.tau, tuple(call.heads), at.generation)
+        signature = (
+            q.shape,
+            q.dtype,
+            q.device,
+            request.text,
+            at.grid,
+            request.tau,
+            tuple(request.heads),
+            at.generation,
+        )
         state = self._states.get(key)
         if state is None or state.signature != signature:
             backbone = self.config.backbone
@@ -282,142 +279,144 @@ class Engine:
             shape = q.shape[:2]
             cached, at_step = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.int64)
             state = self._states[key] = LayerState(signature, backbone, backbone.new_state(), cached, at_step)
-        call.step = at.step if at.step is not None else self.config.dense_steps + state.calls
+        request.step = at.step if at.step is not None else self.config.dense_steps + state.calls
         return state
 
-    def _decide(self, call: Call, state: LayerState) -> None:
+    def _decide(self, request: Request, state: LayerState) -> None:
         """Drift against the anchor and the policy's decision; heads that refresh take the present as anchor."""
-        policy, at, now = self.config.reuse, call.where, None
+        policy, at, now = self.config.reuse, request.call, None
         if policy.features is not None:
-            seen = seen_tokens(call.text, call.q.shape[2], state.backbone, call.q.device)
-            now = reuse.features(call.q, call.k, policy.features, seen)
+            seen = seen_tokens(request.text, request.q.shape[2], state.backbone, request.q.device)
+            now = reuse.features(request.q, request.k, policy.features, seen)
             known = state.anchor is not None
-            call.drift = reuse.drift(state.anchor, now).cpu() if known else torch.zeros(state.cached.shape)
+            request.drift = reuse.drift(state.anchor, now).cpu() if known else torch.zeros(state.cached.shape)
             if known and state.norm is None and getattr(policy, "relative", 1) is not None:
                 state.norm = reuse.norm(state.anchor).cpu()
-        age, norm = call.step - state.refreshed_at, call.drift if state.anchor is None else state.norm
-        view = reuse.ReuseState(state.cached, age, at.layer, call.step, norm, at.heads_total, _reducer(call))
-        call.refresh = policy.refresh(call.drift, view).cpu() | ~state.cached
-        if call.drift is not None:
-            call.drift = call.drift.where(state.cached, float("nan"))
-        if bool(call.refresh.any()):
+        age, norm = request.step - state.refreshed_at, request.drift if state.anchor is None else state.norm
+        view = reuse.ReuseState(state.cached, age, at.layer, request.step, norm, at.heads_total, _reducer(request))
+        request.refresh = policy.refresh(request.drift, view).cpu() | ~state.cached
+        if request.drift is not None:
+            request.drift = request.drift.where(state.cached, float("nan"))
+        if bool(request.refresh.any()):
             if now is not None:
-                state.anchor, state.norm = _renew(state.anchor, now, call.refresh), None
-            state.refreshed_at[call.refresh] = call.step
-        call.laps.lap("drift")
+                state.anchor, state.norm = _renew(state.anchor, now, request.refresh), None
+            state.refreshed_at[request.refresh] = request.step
+        request.timer.lap("drift")
 
-    def _refresh(self, call: Call, state: LayerState) -> None:
+    def _refresh(self, request: Request, state: LayerState) -> None:
         """Predict masks for the heads that refresh and put them beside those that stay."""
-        assert call.refresh is not None
-        parts, index = self._predict(call, state)
-        state.cached |= call.refresh
+        assert request.refresh is not None
+        parts, index = self._predict(request, state)
+        state.cached |= request.refresh
         if parts is not None:
-            batch, heads = call.q.shape[:2]
+            batch, heads = request.q.shape[:2]
             whole = (
-                state.packed.unpack() if state.packed is not None else parts.full_like(parts, batch, heads, call.text)
+                state.packed.unpack()
+                if state.packed is not None
+                else combine.full_like(parts, batch, heads, request.text)
             )
-            mask = whole.put(index, parts) if not bool(index.all()) else parts.split_batch(parts, batch)
+            mask = whole.put(index, parts) if not bool(index.all()) else combine.split_batch(parts, batch)
             state.packed, state.plan = mask.packed(), None
             state.density = mask.density().cpu()
-            self._choose_kernel(call, mask)
-        call.laps.lap("prediction")
+            self._choose_kernel(request, mask)
+        request.timer.lap("prediction")
 
-    def _predict(self, call: Call, state: LayerState) -> tuple[Any, Tensor]:
+    def _predict(self, request: Request, state: LayerState) -> tuple[Any, Tensor]:
         """Masks of the refreshing heads with τ < 1, [1, n] in row-major order, and which they are, bool [B, H]."""
-        assert call.refresh is not None
-        at = call.where
-        order, own = self._order(call, state.backbone)
-        index = call.refresh & torch.tensor([t < 1 for t in call.tau])
+        assert request.refresh is not None
+        at = request.call
+        order, own = self._order(request, state.backbone)
+        index = request.refresh & torch.tensor([t < 1 for t in request.tau])
         found = []
-        for b in range(call.q.shape[0]):
+        for b in range(request.q.shape[0]):
             alike = [int(flag) * (1 + own[h] if own else 1) for h, flag in enumerate(index[b].tolist())]
             for start, stop in _runs(alike):  # whole stretches of heads, so that q and k stay views
                 mask = state.backbone.predict(
-                    call.q[b : b + 1, start:stop],
-                    call.k[b : b + 1, start:stop],
-                    list(call.tau[start:stop]),
+                    request.q[b : b + 1, start:stop],
+                    request.k[b : b + 1, start:stop],
+                    list(request.tau[start:stop]),
                     state.memory,
-                    call.text,
+                    request.text,
                     order=order[own[start]] if own else order,  # type: ignore[index]
-                    heads=call.heads[start:stop],
+                    heads=request.heads[start:stop],
                     key=(at.layer, at.branch, at.item + b),
                 )
                 found.append(token_order.with_own(mask, order, own[start]) if own else mask)  # type: ignore[arg-type]
-        return (parts.join(found) if found else None), index
+        return (combine.join(found) if found else None), index
 
-    def _count(self, call: Call, state: LayerState) -> None:
+    def _count(self, request: Request, state: LayerState) -> None:
         state.calls += 1
         if state.calls > 1:
-            state.refreshed += float(call.refresh.float().mean())  # type: ignore[union-attr]
+            state.refreshed += float(request.refresh.float().mean())  # type: ignore[union-attr]
 
-    def _run(self, call: Call, state: LayerState) -> Tensor:
+    def _run(self, request: Request, state: LayerState) -> Tensor:
         """Plan if the mask is new, and compute. The output is laid out as diffusers reads it: [B, N, H, D]."""
-        assert state.packed is not None and call.refresh is not None and state.density is not None
-        kernel = self._kernels[_kind(call.q, state.packed)]
+        assert state.packed is not None and request.refresh is not None and state.density is not None
+        kernel = self._kernels[_kind(request.q, state.packed)]
         if state.plan is None:
             state.plan = kernel.plan(state.packed.unpack())
-            call.laps.lap("planning")
-        batch, heads, n, _ = call.q.shape
-        out = call.q.new_empty((batch, n, heads, call.v.shape[-1])).transpose(1, 2)
-        out = kernel.run(state.plan, call.q, call.k, call.v, out=out)
-        call.laps.lap("attention")
-        at = call.where
+            request.timer.lap("planning")
+        batch, heads, n, _ = request.q.shape
+        out = request.q.new_empty((batch, n, heads, request.v.shape[-1])).transpose(1, 2)
+        out = kernel.run(state.plan, request.q, request.k, request.v, out=out)
+        request.timer.lap("attention")
+        at = request.call
         self.recorder.add(
             Row(
                 at.transformer,
                 at.layer,
-                call.step,
+                request.step,
                 at.branch,
-                call.laps,
-                heads=call.heads if len(call.heads) < self.heads or at.heads else None,
+                request.timer,
+                heads=request.heads if len(request.heads) < self.heads or at.heads else None,
                 density=state.density.mean(0).tolist(),
-                refreshed=call.refresh.float().mean(0).tolist(),
-                drift=None if call.drift is None else call.drift.nanmean(0).tolist(),
+                refreshed=request.refresh.float().mean(0).tolist(),
+                drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
             )
         )
         return out
 
     # ---------------------------------------- dense or sparse
 
-    def _verdict(self, call: Call, state: LayerState) -> str:
+    def _verdict(self, request: Request, state: LayerState) -> str:
         """Why this layer runs dense although a mask was asked for; empty if sparse pays."""
         if state.packed is None:
             return "every threshold is 1"  # of the heads on this rank
-        if self._kernels[_kind(call.q, state.packed)] is None:
+        if self._kernels[_kind(request.q, state.packed)] is None:
             return "no kernel serves here"
-        costs = self._costs(call, state)
+        costs = self._costs(request, state)
         if costs is None:
             return ""
         assert state.density is not None
         density, rate = float(state.density.mean()), self._refresh_rate(state)
-        if costs.pays(tuple(call.q.shape), density, rate, state.backbone):
+        if costs.pays(tuple(request.q.shape), density, rate, state.backbone):
             state.patience = 1
             return ""
-        return self._postpone(state, call, "not worth it: the masks keep too much")
+        return self._postpone(state, request, "not worth it: the masks keep too much")
 
-    def _cannot_pay(self, call: Call, state: LayerState) -> str:
+    def _cannot_pay(self, request: Request, state: LayerState) -> str:
         """Why not even a good mask would be quicker than dense; asked before anything is predicted."""
         if self.config.force_sparse:
             return ""
         try:
-            kernel = kernels.choose(None, call.q, self.config.kernel)
+            kernel = kernels.choose(None, request.q, self.config.kernel)
         except HeartError:
             return ""  # the verdict after prediction says why
-        costs = self.overheads or cost_model.overheads(call.q, state.backbone, kernel)
-        shape, rate = tuple(call.q.shape), self._refresh_rate(state)
-        least = cost_model.least_density(state.backbone, call.q.shape[2])
+        costs = self.overheads or cost_model.overheads(request.q, state.backbone, kernel)
+        shape, rate = tuple(request.q.shape), self._refresh_rate(state)
+        least = cost_model.least_density(state.backbone, request.q.shape[2])
         if not costs.pays(shape, least, rate, state.backbone):
             return "not worth it: too few tokens"
         steps, likely = self.steps(), max(least, EXPECTED_DENSITY)
-        if steps and not costs.start_pays(shape, likely, rate, state.backbone, steps - call.step):
+        if steps and not costs.start_pays(shape, likely, rate, state.backbone, steps - request.step):
             return "not worth it: the first clustering would not be won back"
         return ""
 
-    def _costs(self, call: Call, state: LayerState) -> cost_model.Overheads | None:
+    def _costs(self, request: Request, state: LayerState) -> cost_model.Overheads | None:
         if self.config.force_sparse:
             return None
-        kernel = self._kernels[_kind(call.q, state.packed)]
-        return self.overheads or cost_model.overheads(call.q, state.backbone, kernel)
+        kernel = self._kernels[_kind(request.q, state.packed)]
+        return self.overheads or cost_model.overheads(request.q, state.backbone, kernel)
 
     def _refresh_rate(self, state: LayerState) -> float:
         """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at first."""
@@ -426,40 +425,40 @@ class Engine:
         seen = max(state.calls - 1, 0)
         return (state.refreshed + 2 * EXPECTED_REFRESH) / (seen + 2)
 
-    def _postpone(self, state: LayerState, call: Call, reason: str) -> str:
+    def _postpone(self, state: LayerState, request: Request, reason: str) -> str:
         """Run dense and look again later, less and less often. With heads on other ranks all must look together."""
         state.reason = reason
-        if call.where.all_reduce is None:
+        if request.call.all_reduce is None:
             state.wait, state.patience = state.patience, min(2 * state.patience, 16)
         return reason
 
     # ---------------------------------------- kernel and token order
 
-    def _choose_kernel(self, call: Call, mask: Any) -> None:
-        kind = _kind(call.q, mask)
+    def _choose_kernel(self, request: Request, mask: Any) -> None:
+        kind = _kind(request.q, mask)
         if kind not in self._kernels:
             try:
-                self._kernels[kind] = kernels.choose(mask, call.q, self.config.kernel)
+                self._kernels[kind] = kernels.choose(mask, request.q, self.config.kernel)
             except HeartError as error:
                 if self.config.kernel != "auto":
                     raise
                 log.warning("dense attention: %s", error)
                 self._kernels[kind] = None
 
-    def _order(self, call: Call, backbone: Any) -> tuple[Tensor | None, list[int] | None]:
+    def _order(self, request: Request, backbone: Any) -> tuple[Tensor | None, list[int] | None]:
         """The permutation of the tokens, None for raster; or several, and which of them each head takes."""
-        at, order = call.where, self.config.order
+        at, order = request.call, self.config.order
         if order == token_order.RASTER or at.grid is None or not hasattr(backbone, "block"):
             return None, None
-        where = (tuple(at.grid), call.q.shape[2], call.text, backbone.block, call.q.device)
+        call = (tuple(at.grid), request.q.shape[2], request.text, backbone.block, request.q.device)
         if self._head_orders is None:
-            return self._orders.get((order,), *where), None
+            return self._orders.get((order,), *call), None
         row = self._head_orders[at.transformer][at.layer]
-        names = [row[h] for h in call.heads]
+        names = [row[h] for h in request.heads]
         if len(set(names)) == 1:
-            return None if names[0] == token_order.RASTER else self._orders.get((names[0],), *where), None
+            return None if names[0] == token_order.RASTER else self._orders.get((names[0],), *call), None
         every = token_order.names_in(self._head_orders)  # one table serves all layers
-        table = self._orders.get(every, *where)
+        table = self._orders.get(every, *call)
         return table, None if table is None else [every.index(name) for name in names]
 
 
@@ -475,10 +474,10 @@ def seen_tokens(text: Text | None, n: int, backbone: Any, device: Any = None) ->
     return slice(0, text.start) if text.end == n else text.video_index(n, device)
 
 
-def _reducer(call: Call) -> Callable[[Tensor], Tensor] | None:
+def _reducer(request: Request) -> Callable[[Tensor], Tensor] | None:
     """Sums over ranks where the tensors of the model live, since NCCL knows nothing of the CPU."""
-    reduce = call.where.all_reduce
-    return None if reduce is None else lambda count: reduce(count.to(call.q.device)).cpu()
+    reduce = request.call.all_reduce
+    return None if reduce is None else lambda count: reduce(count.to(request.q.device)).cpu()
 
 
 def _renew(anchor: Tensor | None, now: Tensor, refresh: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import HeartError
-from ..models.attachment import Attachment, Handler, attach, attach_pipeline, attachment_of
-from .clock import Where
+from ..models.attachment import Attachment, attach, attach_pipeline, attachment_of
+from .call import CallContext, Handler
 
 Key = tuple  # (generation, step, branch, layer), and the batch item after it where a model attends item by item
 
@@ -20,17 +21,25 @@ Key = tuple  # (generation, step, branch, layer), and the batch item after it wh
 class Recorded:
     """One attention call: q, k, v [B, H, N, D] after norm and RoPE, and where it stood."""
 
-    where: Where
+    call: CallContext
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor | None = None
 
+    @property
+    def where(self) -> CallContext:
+        """The old name of `call`."""
+        warnings.warn("Recorded.where is called Recorded.call now", DeprecationWarning, stacklevel=2)
+        return self.call
 
-class Recorder(Mapping):
+
+class Recorder(Mapping, Handler):
     """A handler that keeps what passes; the answers come from `inner`, or densely. See `record`."""
 
-    def __init__(self, wanted: Callable[[Where], bool], device: Any, dtype: torch.dtype | None, outputs: bool) -> None:
+    def __init__(
+        self, wanted: Callable[[CallContext], bool], device: Any, dtype: torch.dtype | None, outputs: bool
+    ) -> None:
         self.calls: dict[Key, Recorded] = {}
         self.inner: Handler | None = None
         self._wanted, self._device, self._dtype, self._outputs = wanted, device, dtype, outputs
@@ -52,30 +61,29 @@ class Recorder(Mapping):
         return sum(x.nbytes for x in kept)
 
     # -- the handler ------------------------------------------------------------------------------------
-    def start_forward(self, where: Where) -> None:
+    def start_forward(self, call: CallContext) -> None:
         """Nothing to record yet."""
         if self.inner is not None:
-            self.inner.start_forward(where)
+            self.inner.start_forward(call)
 
-    def attend(self, where: Where, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Any) -> torch.Tensor:
+    def attend(self, call: CallContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Any) -> torch.Tensor:
         """Answer and keep one call."""
-        out = dense(q, k, v) if self.inner is None else self.inner.attend(where, q, k, v, dense)
-        if self._wanted(where):
-            key: Key = (where.generation, where.step, where.branch, where.layer)
+        out = dense(q, k, v) if self.inner is None else self.inner.attend(call, q, k, v, dense)
+        if self._wanted(call):
+            key: Key = (call.generation, call.step, call.branch, call.layer)
             last = self._copy(out) if self._outputs else None
-            kept = Recorded(where, self._copy(q), self._copy(k), self._copy(v), last)
-            self.calls[key if not where.item else (*key, where.item)] = kept
+            kept = Recorded(call, self._copy(q), self._copy(k), self._copy(v), last)
+            self.calls[key if not call.item else (*key, call.item)] = kept
         return out
 
     def _copy(self, x: torch.Tensor) -> torch.Tensor:
         new = torch.empty(x.shape, dtype=self._dtype or x.dtype, device=self._device)
         return new.copy_(x.detach())
 
-    def passed_through(self, where: Where, reason: str) -> None:
+    def fallback(self, call: CallContext, reason: str) -> None:
         """A call HEART does not serve is not recorded."""
-        told = getattr(self.inner, "passed_through", None)
-        if told is not None:
-            told(where, reason)
+        if self.inner is not None:
+            self.inner.fallback(call, reason)
 
     def reset(self) -> None:
         """A generation is over; its records stay. (An inner handler is told by the clock itself.)"""
@@ -103,8 +111,8 @@ def record(
     limits = [("layer", layers), ("step", steps), ("branch", branches)]
     limits = [(name, set(allowed)) for name, allowed in limits if allowed is not None]
 
-    def wanted(where: Where) -> bool:
-        return all(getattr(where, name) in allowed for name, allowed in limits)
+    def wanted(call: CallContext) -> bool:
+        return all(getattr(call, name) in allowed for name, allowed in limits)
 
     recorder = Recorder(wanted, device, dtype, outputs)
     present = [a for a in map(attachment_of, _transformers(model)) if a is not None]

@@ -19,7 +19,7 @@ import torch
 PARTS = ("drift", "prediction", "planning", "attention", "dense")
 
 
-class Laps:
+class Timer:
     """Time of consecutive parts of one call: perf_counter on a CPU, events on CUDA (which nobody waits for)."""
 
     __slots__ = ("cuda", "marks")
@@ -55,7 +55,7 @@ class Laps:
         return spent
 
 
-DONE = Laps()
+DONE = Timer()
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Row:
     layer: int
     step: int
     branch: str
-    laps: Laps
+    timer: Timer
     reason: str = ""  # why it ran dense; empty if it ran sparse
     heads: list[int] | None = None  # the model's numbers of the heads at hand, None for all
     density: list[float] | None = None
@@ -155,11 +155,11 @@ class Recorder:
             self.settle()
         self.rows.append(row)
         seconds = None
-        if row.laps.cuda:
+        if row.timer.cuda:
             self._pending.append(row)
         else:
-            seconds = row.laps.seconds()
-            row.laps = DONE  # the marks are not needed any more
+            seconds = row.timer.seconds()
+            row.timer = DONE  # the marks are not needed any more
         for sums in self._sums(row):
             sums.add(row)
             if seconds is not None:
@@ -171,7 +171,7 @@ class Recorder:
         """Take in GPU times that have become known; wait for all of them if asked."""
         waiting = []
         for row in self._pending:
-            seconds = row.laps.seconds(wait)
+            seconds = row.timer.seconds(wait)
             if seconds is None:
                 waiting.append(row)
                 continue
@@ -221,19 +221,19 @@ class Recorder:
         record: dict[str, Any] = {name: blank() for name in ("density", "refreshed", "drift")}
         dense = [[None] * len(steps) for _ in range(self.layers)]
         for row in rows:
-            where = row.layer, place[row.step]
+            cell = row.layer, place[row.step]
             dense[row.layer][place[row.step]] = bool(row.reason)  # type: ignore[call-overload]
-            self._fill(record["density"], where, row, row.density if not row.reason else 1.0)
-            self._fill(record["refreshed"], where, row, row.refreshed if not row.reason else 0.0)
-            self._fill(record["drift"], where, row, row.drift)
+            self._fill(record["density"], cell, row, row.density if not row.reason else 1.0)
+            self._fill(record["refreshed"], cell, row, row.refreshed if not row.reason else 0.0)
+            self._fill(record["drift"], cell, row, row.drift)
         return {"transformer": transformer, "branch": branch, "steps": steps, "dense": dense, **record}
 
-    def _fill(self, table: list, where: tuple[int, int], row: Row, values: list[float] | float | None) -> None:
+    def _fill(self, table: list, cell: tuple[int, int], row: Row, values: list[float] | float | None) -> None:
         """Write one number a head; a layer that is called item by item keeps the last item's."""
         if values is None:
             return
         heads = row.heads if row.heads is not None else range(self.heads)
-        cells = table[where[0]][where[1]]
+        cells = table[cell[0]][cell[1]]
         for i, head in enumerate(heads):
             value = values if isinstance(values, float) else values[i]
             cells[head] = None if math.isnan(value) else round(value, 6)

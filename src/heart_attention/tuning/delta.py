@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import HeartError
 from ..masks import BlockMask, pack_bits, unpack_bits
 from ..online import reuse
-from ..online.clock import Where
+from ..online.call import CallContext, Handler
 from ..online.engine import seen_tokens
 from ..online.reuse import TMR, ReuseState
 
@@ -47,41 +47,35 @@ class Track:
         return torch.stack(found)
 
 
-class MaskProbe:
+class MaskProbe(Handler):
     """A handler that answers every call densely and notes what the backbone would have done."""
 
     def __init__(self, backbone: Any, thresholds: list[list[tuple[float, ...]]], dense_steps: int, scale: bool) -> None:
         self.backbone, self.thresholds, self.dense_steps, self.scale = backbone, thresholds, dense_steps, scale
         self.tracks: dict[tuple, Track] = {}
 
-    def start_forward(self, where: Where) -> None:
-        """Nothing to prepare."""
-
-    def reset(self) -> None:
-        """One generation is recorded; what it showed stays."""
-
     @torch.no_grad()
-    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
+    def attend(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
         """Dense attention, with a look at features and masks."""
-        if where.step is None or where.step >= self.dense_steps:
+        if call.step is None or call.step >= self.dense_steps:
             for b in range(q.shape[0]):
-                self._note(where, b, q[b : b + 1], k[b : b + 1])
+                self._note(call, b, q[b : b + 1], k[b : b + 1])
         return dense(q, k, v)
 
-    def _note(self, where: Where, b: int, q: Tensor, k: Tensor) -> None:
-        item = where.item + b
-        key = (where.transformer, where.layer, where.branch, item)
-        track = self.tracks.setdefault(key, Track(where.layer))
+    def _note(self, call: CallContext, b: int, q: Tensor, k: Tensor) -> None:
+        item = call.item + b
+        key = (call.transformer, call.layer, call.branch, item)
+        track = self.tracks.setdefault(key, Track(call.layer))
         backbone = self.backbone.scaled_to(q.shape[2]) if self.scale else self.backbone
         if track.memory is None:
             track.memory = backbone.new_state()
-        text = where.text[b] if where.text else None
-        tau = list(self.thresholds[where.transformer][where.layer])
-        mask = backbone.predict(q, k, tau, track.memory, text, key=(where.layer, where.branch, item))
+        text = call.text[b] if call.text else None
+        tau = list(self.thresholds[call.transformer][call.layer])
+        mask = backbone.predict(q, k, tau, track.memory, text, key=(call.layer, call.branch, item))
         flags = _flags(mask)  # [H, entries]
         track.entries = flags.shape[-1]
         track.masks.append(pack_bits(flags).cpu())
-        track.steps.append(where.step if where.step is not None else len(track.steps))
+        track.steps.append(call.step if call.step is not None else len(track.steps))
         seen = seen_tokens(text, q.shape[2], backbone, q.device)
         track.features.append(reuse.features(q, k, "mean", seen).cpu())
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from .. import kernels, token_order
 from ..errors import HeartError
-from ..online.clock import Where
+from ..online.call import CallContext, Handler
 
 FEWER = 2.0  # how much one per cent fewer blocks weigh against one per cent less error
 LEAST, MOST = 0.05, 0.999  # thresholds that heads may get
 MARGIN = 0.1  # the raster is left only for something better by a tenth: it costs no gathering of tokens
 
 
-class OrderProbe:
+class OrderProbe(Handler):
     """A handler that answers every call densely and notes what each order would have given.
 
     Args:
@@ -44,27 +44,21 @@ class OrderProbe:
         self.names: tuple[str, ...] = ()
         self.notes: dict[tuple[int, int], list[Tensor]] = {}  # of (transformer, layer): [4, orders, H] each
 
-    def start_forward(self, where: Where) -> None:
-        """Nothing to prepare."""
-
-    def reset(self) -> None:
-        """What a generation showed stays."""
-
     @torch.no_grad()
-    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
+    def attend(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
         """Dense attention, with trials at some steps."""
         out = dense(q, k, v)
-        if where.grid is not None and (where.step is None or where.step in self.steps):
+        if call.grid is not None and (call.step is None or call.step in self.steps):
             for b in range(q.shape[0]):
                 one = slice(b, b + 1)
-                self._note(where, where.text[b] if where.text else None, q[one], k[one], v[one], out[one])
+                self._note(call, call.text[b] if call.text else None, q[one], k[one], v[one], out[one])
         return out
 
-    def _note(self, where: Where, text: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        grid, block = tuple(where.grid), self.backbone.block  # type: ignore[arg-type]
+    def _note(self, call: CallContext, text: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        grid, block = tuple(call.grid), self.backbone.block  # type: ignore[arg-type]
         text = text if text is not None and text.prompt + text.unused else None
         self.names = token_order.candidates(grid, block)
-        tau = list(self.thresholds[where.transformer][where.layer])
+        tau = list(self.thresholds[call.transformer][call.layer])
         nearer = [1 - (1 - t) / 2 if t < 1 else t for t in tau]
         found = []
         for name in self.names:
@@ -73,7 +67,7 @@ class OrderProbe:
                 return
             order = order.to(q.device)
             found.append([x for taus in (tau, nearer) for x in self._trial(q, k, v, out, taus, text, order)])
-        key = (where.transformer, where.layer)
+        key = (call.transformer, call.layer)
         self.notes.setdefault(key, []).append(torch.stack([torch.stack(x) for x in found], 1))
 
     def _trial(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels, token_order
-from ...masks import count_labels, parts
+from ...masks import combine, count_labels
 
 DENSE = -1  # a head's choice when it is not sparse
 
@@ -64,27 +64,27 @@ def _cluster_candidates(
     return masks, full
 
 
-class Call:
+class Trials:
     """One attention call: q, k, v [B, H, N, D] and the candidates' masks, item by item of the batch."""
 
-    def __init__(self, spec: Spec, where: Any, branch: str, q: Tensor, k: Tensor, v: Tensor, masks: Any = None):
+    def __init__(self, spec: Spec, call: Any, branch: str, q: Tensor, k: Tensor, v: Tensor, masks: Any = None):
         self.spec, self.q, self.k, self.v = spec, q, k, v
-        self.grid, self.text, self.layer = where.grid, where.text, where.layer
+        self.grid, self.text, self.layer = call.grid, call.text, call.layer
         if masks is None:
             with torch.no_grad():
-                masks = [self._predict(b, where, branch) for b in range(q.shape[0])]
+                masks = [self._predict(b, call, branch) for b in range(q.shape[0])]
         self.masks: list[tuple[list[Any], Any]] = masks
 
-    def _predict(self, b: int, where: Any, branch: str) -> tuple[list[Any], Any]:
+    def _predict(self, b: int, call: Any, branch: str) -> tuple[list[Any], Any]:
         q, k = self.q[b : b + 1].detach(), self.k[b : b + 1].detach()
-        text = where.text[b] if where.text else None
-        key = (where.layer, branch, where.item + b)
+        text = call.text[b] if call.text else None
+        key = (call.layer, branch, call.item + b)
         backbone = self.spec.backbone.scaled_to(q.shape[2]) if self.spec.scale_clusters else self.spec.backbone
-        row = token_order.names_at(self.spec.order, where.transformer, where.layer, q.shape[1])
+        row = token_order.names_at(self.spec.order, call.transformer, call.layer, q.shape[1])
         names = tuple(sorted(set(row)))
-        if names == (token_order.RASTER,) or where.grid is None or not hasattr(backbone, "block"):
+        if names == (token_order.RASTER,) or call.grid is None or not hasattr(backbone, "block"):
             return candidate_masks(backbone, q, k, self.spec.candidates, text, None, key)
-        given = (tuple(where.grid), q.shape[2], text, backbone.block)
+        given = (tuple(call.grid), q.shape[2], text, backbone.block)
         table = [token_order.permutation(name, *given) for name in names]
         if any(order is None for order in table):
             return candidate_masks(backbone, q, k, self.spec.candidates, text, None, key)
@@ -102,7 +102,7 @@ class Call:
             found.append([token_order.with_own(mask, table, i) for mask in (*masks, full)])
             places += heads
         back = torch.tensor(places).argsort()
-        whole = [parts.join(list(each)).heads(back) for each in zip(*found)]
+        whole = [combine.join(list(each)).heads(back) for each in zip(*found)]
         return whole[:-1], whole[-1]
 
     def sparsity(self) -> Tensor:

@@ -31,7 +31,7 @@ from ...errors import HeartError
 from ...kernels.ops import backward as native
 from . import draws
 from . import velocity_error as errors
-from .candidates import DENSE, Call, Spec
+from .candidates import DENSE, Spec, Trials
 from .replay import Replay, Stream, frozen
 from .trajectory import Context
 
@@ -158,16 +158,16 @@ def forward(replay: Replay, context: Context, spec: Spec, choice: Choice, keep: 
         outs: dict[tuple[int, int], Tensor] = {}
 
         def serve(
-            where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, masks=masks, outs=outs, name=branch.name
+            call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, masks=masks, outs=outs, name=branch.name
         ) -> Tensor:
-            call, at, picked = Call(spec, where, name, q, k, v), (where.layer, where.item), choice[where.layer]
-            masks[at] = call.masks
-            out = call.mixed(picked, dense(q, k, v) if DENSE in picked else None)
+            trials, at, picked = Trials(spec, call, name, q, k, v), (call.layer, call.item), choice[call.layer]
+            masks[at] = trials.masks
+            out = trials.mixed(picked, dense(q, k, v) if DENSE in picked else None)
             if keep:
                 outs[at] = out.cpu()
             return out
 
-        with torch.no_grad(), replay.tap.serving(serve):
+        with torch.no_grad(), replay.handler.serving(serve):
             if keep:
                 output, streams = replay.forward_recorded(branch.inputs)
             else:
@@ -185,14 +185,14 @@ def verify(
     only = [_OwnThresholds(spec, row) for row in choice]
     for branch in context.branches:
 
-        def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, name: str = branch.name) -> Tensor:
-            picked = choice[where.layer]
-            call = Call(only[where.layer].spec, where, name, q, k, v)
-            local = only[where.layer].local
-            own.append(_own_sparsity(call, local))
-            return call.mixed(local, dense(q, k, v) if DENSE in picked else None)
+        def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, name: str = branch.name) -> Tensor:
+            picked = choice[call.layer]
+            trials = Trials(only[call.layer].spec, call, name, q, k, v)
+            local = only[call.layer].local
+            own.append(_own_sparsity(trials, local))
+            return trials.mixed(local, dense(q, k, v) if DENSE in picked else None)
 
-        with torch.no_grad(), replay.tap.serving(serve):
+        with torch.no_grad(), replay.handler.serving(serve):
             found.append(replay.forward(branch.inputs))
     velocity, reference = context.combine(found), context.reference()
     layers = len(choice)
@@ -215,9 +215,9 @@ class _OwnThresholds:
         self.local = [used.index(c) if c != DENSE else DENSE for c in row]
 
 
-def _own_sparsity(call: Call, choice: Sequence[int]) -> Tensor:
+def _own_sparsity(trials: Trials, choice: Sequence[int]) -> Tensor:
     """Sparsity of each head with its own candidate, [H]."""
-    table = call.sparsity()
+    table = trials.sparsity()
     return torch.stack([table[c, h] if c != DENSE else table.new_zeros(()) for h, c in enumerate(choice)])
 
 
@@ -264,35 +264,35 @@ def _block_backward(
     replay: Replay, spec: Spec, choice: Choice, branch: _Branch, block: int, flowing: list[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
     leaves = tuple(s.detach().to(branch.output.device).requires_grad_() for s in branch.streams[block])
-    cuts: list[tuple[Call, Tensor, Tensor]] = []  # calls in order, with the output and the leaf in its place
+    cuts: list[tuple[Trials, Tensor, Tensor]] = []  # calls in order, with the output and the leaf in its place
 
-    def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
-        picked = choice[where.layer]
-        call = Call(spec, where, branch.name, q, k, v, branch.masks[where.layer, where.item])
-        if all(c == DENSE for c in picked) and not all(native.serves(full, q) for _, full in call.masks):
+    def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
+        picked = choice[call.layer]
+        trials = Trials(spec, call, branch.name, q, k, v, branch.masks[call.layer, call.item])
+        if all(c == DENSE for c in picked) and not all(native.serves(full, q) for _, full in trials.masks):
             out = dense(q, k, v)  # the model's own attention has its own backward
         else:
-            out = branch.outs.pop((where.layer, where.item)).to(q.device)
+            out = branch.outs.pop((call.layer, call.item)).to(q.device)
         leaf = out.detach().requires_grad_()
-        cuts.append((call, out, leaf))
+        cuts.append((trials, out, leaf))
         return leaf
 
-    with torch.enable_grad(), replay.tap.serving(serve):
+    with torch.enable_grad(), replay.handler.serving(serve):
         after = replay.advance(branch.inputs, block, leaves)
     sums = [_grad(after, (*leaves, *(leaf for *_, leaf in cuts)), c) for c in flowing]
     totals = [list(s[: len(leaves)]) for s in sums]
     at_cuts = [list(s[len(leaves) :]) for s in sums]
     for n in reversed(range(len(cuts))):
-        call, out, _ = cuts[n]
+        trials, out, _ = cuts[n]
         grads = [g[n] for g in at_cuts]
-        _contract(branch, call, out.detach(), grads, choice[call.layer])
+        _contract(branch, trials, out.detach(), grads, choice[trials.layer])
         earlier = (*leaves, *(leaf for *_, leaf in cuts[:n]))
         if earlier:  # before the first block nothing depends on any head
             if out.requires_grad:
                 backs = [_grad((out,), earlier, (g,)) for g in grads]
             else:
-                triples = _call_backward(call, out, grads, choice[call.layer])
-                backs = [_grad((call.q, call.k, call.v), earlier, t) for t in triples]
+                triples = _call_backward(trials, out, grads, choice[trials.layer])
+                backs = [_grad((trials.q, trials.k, trials.v), earlier, t) for t in triples]
             for i, back in enumerate(backs):
                 for at, b in enumerate(back):
                     target, place = (totals[i], at) if at < len(leaves) else (at_cuts[i], at - len(leaves))
@@ -311,24 +311,24 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangent: Sequen
 
 
 def _call_backward(
-    call: Call, out: Tensor, grads: list[Tensor], choice: Sequence[int]
+    trials: Trials, out: Tensor, grads: list[Tensor], choice: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     items = []
-    for b in range(call.q.shape[0]):
+    for b in range(trials.q.shape[0]):
         at = slice(b, b + 1)
-        q, k, v = (x.detach()[at] for x in (call.q, call.k, call.v))
-        items.append(attention_backward(call.mixed_mask(b, choice), q, k, v, out[at], [g[at] for g in grads]))
+        q, k, v = (x.detach()[at] for x in (trials.q, trials.k, trials.v))
+        items.append(attention_backward(trials.mixed_mask(b, choice), q, k, v, out[at], [g[at] for g in grads]))
     return [tuple(torch.cat([item[i][x] for item in items]) for x in range(3)) for i in range(len(grads))]  # type: ignore
 
 
-def _contract(branch: _Branch, call: Call, out: Tensor, grads: list[Tensor], choice: Sequence[int]) -> None:
+def _contract(branch: _Branch, trials: Trials, out: Tensor, grads: list[Tensor], choice: Sequence[int]) -> None:
     """Add ⟨g, δ_k⟩ of every candidate and head of one call: token by token for random cotangents, else the sum."""
-    n, heads, count = out.shape[2], out.shape[1], len(call.spec.candidates)
+    n, heads, count = out.shape[2], out.shape[1], len(trials.spec.candidates)
     noise = torch.zeros(NOISES, count, heads, n)
     change = torch.zeros(count, heads, dtype=torch.float64)
-    first = call.representative()
+    first = trials.representative()
     with torch.no_grad():
-        for k, each in enumerate(call.climb()):
+        for k, each in enumerate(trials.climb()):
             delta = each.float() - out.float()  # [B, H, N, D]
             products = [(g.float() * delta).sum(-1).sum(0) for g in grads]  # each [H, N]
             noise[:, k] = torch.stack(products[:NOISES]).cpu()
@@ -338,7 +338,7 @@ def _contract(branch: _Branch, call: Call, out: Tensor, grads: list[Tensor], cho
                 if first[k][h] == (DENSE if current == DENSE else first[current][h]):
                     noise[:, k, h], change[k, h] = 0, 0
     for known, new in ((branch.noise, noise), (branch.change, change)):
-        known[call.layer] = known[call.layer] + new if call.layer in known else new
+        known[trials.layer] = known[trials.layer] + new if trials.layer in known else new
 
 
 def _collect(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import velocity_error as errors
-from .candidates import DENSE, Call, Spec
+from .candidates import DENSE, Spec, Trials
 from .replay import Replay, Stream
 from .trajectory import Context
 
@@ -29,7 +29,7 @@ class _Site:
     block: int = 0
     stream: Stream = ()
     next: Stream | None = None  # the dense stream after `block`, once known
-    calls: list[tuple[Call, Tensor]] | None = None  # attention calls of the layer with their dense outputs
+    calls: list[tuple[Trials, Tensor]] | None = None  # attention calls of the layer with their dense outputs
 
 
 def probe(
@@ -65,15 +65,15 @@ def _reach(replay: Replay, site: _Site, layer: int, spec: Spec) -> None:
     while site.block < block:
         after = site.next if site.next is not None else replay.advance(site.inputs, site.block, site.stream)
         site.block, site.stream, site.next = site.block + 1, after, None
-    calls: list[tuple[Call, Tensor]] = []
+    calls: list[tuple[Trials, Tensor]] = []
 
-    def look(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
+    def look(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
         out = dense(q, k, v)
-        if where.layer == layer:
-            calls.append((Call(spec, where, site.name, q, k, v), out))
+        if call.layer == layer:
+            calls.append((Trials(spec, call, site.name, q, k, v), out))
         return out
 
-    with replay.tap.serving(look):
+    with replay.handler.serving(look):
         site.next = replay.advance(site.inputs, block, site.stream)
     site.calls = calls
 
@@ -84,10 +84,10 @@ def _velocity(replay: Replay, context: Context, sites: list[_Site], layer: int, 
     for site, answers in zip(sites, outputs):
         turn = iter(answers)
 
-        def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, turn: Any = turn) -> Tensor:
-            return next(turn) if where.layer == layer else dense(q, k, v)
+        def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, turn: Any = turn) -> Tensor:
+            return next(turn) if call.layer == layer else dense(q, k, v)
 
-        with replay.tap.serving(serve):
+        with replay.handler.serving(serve):
             found.append(replay.finish(site.inputs, site.block, site.stream))
     return context.combine(found)
 
@@ -104,8 +104,8 @@ def _probe_head(
     calls = [site.calls or [] for site in sites]
     flat = [pair for branch in calls for pair in branch]
     count = len(flat[0][0].spec.candidates)
-    sparsity = torch.stack([call.sparsity()[:, head] for call, _ in flat]).mean(0)  # [K]
-    firsts = [call.representative() for call, _ in flat]
+    sparsity = torch.stack([trials.sparsity()[:, head] for trials, _ in flat]).mean(0)  # [K]
+    firsts = [trials.representative() for trials, _ in flat]
     groups = [tuple(first[k][head] for first in firsts) for k in range(count)]
     done: dict[tuple, dict[str, Any]] = {}
     for k, group in enumerate(groups):
@@ -128,8 +128,8 @@ def _measure(
     outputs, local = [], []
     for site in sites:
         answers = []
-        for call, dense in site.calls or []:
-            out = call.run([head], candidate)
+        for trials, dense in site.calls or []:
+            out = trials.run([head], candidate)
             local.append(errors.attention_output(out[:, 0], dense[:, head]))
             answers.append(_with_head(dense, head, out))
         outputs.append(answers)
@@ -143,7 +143,7 @@ def _null(
     replay: Replay, context: Context, sites: list[_Site], layer: int, measure: Any, reference: Tensor
 ) -> dict[str, Any]:
     heads = range((sites[0].calls or [])[0][1].shape[1])
-    outputs = [[call.run(heads, DENSE) for call, _ in site.calls or []] for site in sites]
+    outputs = [[trials.run(heads, DENSE) for trials, _ in site.calls or []] for site in sites]
     velocity = _velocity(replay, context, sites, layer, outputs)
     value = measure.measure(velocity, reference) if measure.on == "velocity" else 0.0
     return {"layer": layer, "error": value, "bands": errors.bands(velocity, reference).tolist()}
@@ -160,7 +160,7 @@ def velocities(
                 _reach(replay, site, layer, spec)
             for head in wanted[layer]:
                 outputs = [
-                    [_with_head(dense, head, call.run([head], candidate)) for call, dense in site.calls or []]
+                    [_with_head(dense, head, trials.run([head], candidate)) for trials, dense in site.calls or []]
                     for site in sites
                 ]
                 yield layer, head, _velocity(replay, context, sites, layer, outputs)
@@ -174,13 +174,13 @@ def full_forward(replay: Replay, context: Context, spec: Spec, choice: Mapping[i
     found = []
     for branch in context.branches:
 
-        def serve(where: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, name: str = branch.name) -> Tensor:
-            picked = choice.get(where.layer)
+        def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, name: str = branch.name) -> Tensor:
+            picked = choice.get(call.layer)
             if picked is None or all(c == DENSE for c in picked):
                 return dense(q, k, v)
             whole = None if all(c != DENSE for c in picked) else dense(q, k, v)
-            return Call(spec, where, name, q, k, v).mixed(picked, whole)
+            return Trials(spec, call, name, q, k, v).mixed(picked, whole)
 
-        with torch.no_grad(), replay.tap.serving(serve):
+        with torch.no_grad(), replay.handler.serving(serve):
             found.append(replay.forward(branch.inputs))
     return context.combine(found)

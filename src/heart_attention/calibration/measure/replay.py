@@ -16,29 +16,27 @@ from typing import Any
 import torch
 
 from ...errors import HeartError
+from ...online.call import Handler
 
 Stream = tuple[torch.Tensor, ...]
 Serve = Callable[..., torch.Tensor]  # (where, q, k, v, dense) -> out, all [B, H, N, D]
 
 
-class Tap:
+class ReplayHandler(Handler):
     """An attention handler that is dense unless `serve` is set; calibration's hand on the attention."""
 
     def __init__(self) -> None:
         self.serve: Serve | None = None
         self.watch: Callable[[Any], None] | None = None
 
-    def start_forward(self, where: Any) -> None:
+    def start_forward(self, call: Any) -> None:
         """A replayed forward has no history; only a watcher is told."""
         if self.watch is not None:
-            self.watch(where)
+            self.watch(call)
 
-    def reset(self) -> None:
-        """Nothing to forget."""
-
-    def attend(self, where: Any, q, k, v, dense) -> torch.Tensor:
+    def attend(self, call: Any, q, k, v, dense) -> torch.Tensor:
         """One attention call, [B, H, N, D]."""
-        return dense(q, k, v) if self.serve is None else self.serve(where, q, k, v, dense)
+        return dense(q, k, v) if self.serve is None else self.serve(call, q, k, v, dense)
 
     @contextlib.contextmanager
     def watched(self, watch: Callable[[Any], None]) -> Iterator[None]:
@@ -130,8 +128,8 @@ class Replay:
     def __init__(self, transformer: torch.nn.Module, scheduler: Any = None):
         from ...models import attachment
 
-        self.transformer, self.tap = transformer, Tap()
-        self.attachment = attachment.attach(transformer, self.tap, scheduler=scheduler)
+        self.transformer, self.handler = transformer, ReplayHandler()
+        self.attachment = attachment.attach(transformer, self.handler, scheduler=scheduler)
         self.layers = list(self.attachment.layers)
         paths = [block_path(transformer, info.name) for info in self.layers]
         lists = {p.rsplit(".", 1)[0] for p in paths}
@@ -223,7 +221,7 @@ class Replay:
         shapes: list[tuple[int, _Shape]] = []
         self._recording = []
         try:
-            with torch.no_grad(), self.tap.serving(None):
+            with torch.no_grad(), self.handler.serving(None):
                 self._call(inputs)
             shapes = [(i, _Shape.of(out)) for i, out in self._recording]
         finally:

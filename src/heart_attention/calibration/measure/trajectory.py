@@ -165,8 +165,8 @@ class _Watch:
         self.transformer, self.wanted, self.found, self.prompt = transformer, wanted, found, prompt
         self.step, self.name, self.calls = 0, "", []
 
-    def start(self, where: Any) -> None:
-        self.name = str(where.branch)
+    def start(self, call: Any) -> None:
+        self.name = str(call.branch)
 
     def after_forward(self, module: Any, args: tuple, kwargs: dict, output: Any) -> None:
         if self.step in self.wanted:
@@ -225,7 +225,7 @@ def _watching(pipe: Any, replay: Replay, watch: _Watch) -> Iterator[None]:
     hook = replay.transformer.register_forward_hook(watch.after_forward, with_kwargs=True)
     scheduler.step = step
     try:
-        with replay.tap.watched(watch.start):
+        with replay.handler.watched(watch.start):
             yield
     finally:
         hook.remove()
@@ -247,7 +247,7 @@ def record(
     wanted = {int(s) for s in steps}
     generator = torch.Generator("cpu").manual_seed(draws.torch_seed(seed, "noise", prompt))
     watch = _Watch(replay.transformer, set(wanted), found, prompt)
-    with _watching(pipe, replay, watch), replay.tap.serving(None), _quiet(pipe):
+    with _watching(pipe, replay, watch), replay.handler.serving(None), _quiet(pipe):
         pipe(prompt=text, generator=generator, output_type="latent", **call)
     if watch.step <= max(wanted):
         raise HeartError(

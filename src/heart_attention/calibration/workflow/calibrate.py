@@ -23,7 +23,7 @@ from .plan import Contexts, draw_contexts, plan
 from .runner import Progress, Runner
 from .settings import Settings
 from .store import Store
-from .tasks import Crew, Local, Worker
+from .tasks import Executor, LocalExecutor, Worker
 
 __all__ = ["Settings", "calibrate", "measure"]
 
@@ -62,15 +62,15 @@ def measure(
     store = Store(work, document, resume)
     layers, heads = document["model"]["layers"], document["model"]["heads"]
     with store.held():
-        crew = _crew(pipe, settings, ray, loader, workers)
+        executor = _executor(pipe, settings, ray, loader, workers)
         try:
-            runner = Runner(store, crew, progress)
+            runner = Runner(store, executor, progress)
             contexts = draw_contexts(settings, layers, heads, document.get("served"))
             runner.trajectories(settings, contexts)
             outcome = BY_NAME[settings.method](settings, contexts, runner, layers, heads)
             verification = verification_of(settings, contexts, runner, outcome, layers, heads)
         finally:
-            crew.close()
+            executor.close()
     document["grid"] = grid_of(experts.chosen(pipe, settings.transformer), store, contexts)
     return outcome, verification, document
 
@@ -83,16 +83,16 @@ def grid_of(transformer: Any, store: Store, contexts: Contexts) -> list[int] | N
     return None if grid is None else [int(n) for n in grid]
 
 
-def _crew(
+def _executor(
     pipe: Any, settings: Settings, ray: str | None, loader: Callable[[], Any] | None, workers: int | None = None
-) -> Crew:
+) -> Executor:
     if ray is None:
-        return Local(Worker(pipe, settings.job()))
-    from ...execution.ray import RayCrew
+        return LocalExecutor(Worker(pipe, settings.job()))
+    from ...execution.ray import RayExecutor
 
     if loader is None:
         raise HeartError("calibrating on Ray needs a loader, which makes the pipeline on each worker")
-    return RayCrew(ray, loader, settings.job(), workers)
+    return RayExecutor(ray, loader, settings.job(), workers)
 
 
 def verification_of(
@@ -101,12 +101,12 @@ def verification_of(
     """Joint error and realised sparsity of the shared threshold and of the choice, where calibrated and held out."""
     shared = shared_choice(settings, layers, heads)
     out: dict[str, Any] = {}
-    for name, where in (("calibration", contexts.calibration), ("held_out", contexts.held_out)):
-        if where:
+    for name, sample in (("calibration", contexts.calibration), ("held_out", contexts.held_out)):
+        if sample:
             out[name] = {
-                "contexts": [list(c) for c in where],
-                "shared": runner.verify(f"verifying, {name.replace('_', ' ')}", where, shared),
-                "chosen": runner.verify(f"verifying, {name.replace('_', ' ')}", where, outcome.choice),
+                "contexts": [list(c) for c in sample],
+                "shared": runner.verify(f"verifying, {name.replace('_', ' ')}", sample, shared),
+                "chosen": runner.verify(f"verifying, {name.replace('_', ' ')}", sample, outcome.choice),
             }
     return out
 

@@ -11,7 +11,7 @@ import numpy as np
 from .plan import Contexts
 from .settings import Settings
 from .store import Store
-from .tasks import Crew, Task
+from .tasks import Executor, Task
 
 Progress = Callable[[str, int, int, float | None], None]
 Choice = tuple[tuple[int, ...], ...]  # the candidate of every head, by layer
@@ -20,8 +20,8 @@ Choice = tuple[tuple[int, ...], ...]  # the candidate of every head, by layer
 class Runner:
     """Does tasks through a crew, with records as memory."""
 
-    def __init__(self, store: Store, crew: Crew, progress: Progress | None):
-        self.store, self.crew = store, crew
+    def __init__(self, store: Store, executor: Executor, progress: Progress | None):
+        self.store, self.executor = store, executor
         self.progress = progress or (lambda *_: None)
 
     def trajectories(self, settings: Settings, contexts: Contexts) -> None:
@@ -34,7 +34,7 @@ class Runner:
             if not self.store.trajectories.has(p, steps)
         ]
         report = _Clock(self.progress, "trajectories", len(wanted), len(wanted) - len(tasks))
-        for task, (_, files) in self.crew.do(tasks, self.store.trajectories.read):
+        for task, (_, files) in self.executor.do(tasks, self.store.trajectories.read):
             with self.store.writing():
                 self.store.trajectories.write(task.prompt, files)
             report.one()
@@ -46,7 +46,7 @@ class Runner:
         have = {n for n, value in known.items() if value is not None}
         left = [task.without(have) for task, group in zip(tasks, names) if not have.issuperset(group)]
         report = _Clock(self.progress, stage, len(known), len(have))
-        for _, (name, value) in self.crew.do(left, self.store.trajectories.read):
+        for _, (name, value) in self.executor.do(left, self.store.trajectories.read):
             known[name] = self.store.put(name, value)
             report.one()
         return [[known[n] for n in group] for group in names]

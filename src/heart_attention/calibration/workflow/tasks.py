@@ -122,7 +122,7 @@ class Worker:
         return found
 
 
-class Crew(Protocol):
+class Executor(Protocol):
     """Whoever does tasks."""
 
     def do(self, tasks: Sequence[Task], read: Callable[[int, int], bytes]) -> Iterator[tuple[Task, Record]]:
@@ -134,7 +134,7 @@ class Crew(Protocol):
         ...
 
 
-class Local:
+class LocalExecutor:
     """Does tasks in this process, in order."""
 
     def __init__(self, worker: Worker):

@@ -74,25 +74,25 @@ class _Collector:
         self.rows: dict[str, list] = {f.name: [] for f in dataclasses.fields(Table)}
         self.values: dict[tuple[str, int, int], np.ndarray] = {}
 
-    def __call__(self, where, q, k, v, out) -> None:
+    def __call__(self, call, q, k, v, out) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         chosen = torch.randperm(q.shape[2], generator=generator)[: min(ROWS, q.shape[2])]
         tokens = token_masks(q, k, chosen)
         mask = self.backbone.predict(q, k, self.threshold)
         blocks = mask.blocks[0]
         pooled = features(q, k, "mean")
-        self._put("density", where, mask.density()[0])
-        if where.layer in self.last:
-            old_tokens, old_blocks, old_pooled, old_q, old_k = self.last[where.layer]
-            self._put("token_iou", where, iou(old_tokens, tokens))
-            self._put("block_iou", where, iou(old_blocks, blocks))
-            self._put("mean_drift", where, drift(old_pooled, pooled)[0])
+        self._put("density", call, mask.density()[0])
+        if call.layer in self.last:
+            old_tokens, old_blocks, old_pooled, old_q, old_k = self.last[call.layer]
+            self._put("token_iou", call, iou(old_tokens, tokens))
+            self._put("block_iou", call, iou(old_blocks, blocks))
+            self._put("mean_drift", call, drift(old_pooled, pooled)[0])
             moved = (q - old_q).abs().sum(-1).mean(-1) + (k - old_k).abs().sum(-1).mean(-1)  # [B, H], the paper's Eq. 3
-            self._put("full_drift", where, moved[0])
-        self.last[where.layer] = (tokens, blocks, pooled, q.clone(), k.clone())
+            self._put("full_drift", call, moved[0])
+        self.last[call.layer] = (tokens, blocks, pooled, q.clone(), k.clone())
 
-    def _put(self, name: str, where, value: torch.Tensor) -> None:
-        self.values[name, where.step, where.layer] = value.double().cpu().numpy()
+    def _put(self, name: str, call, value: torch.Tensor) -> None:
+        self.values[name, call.step, call.layer] = value.double().cpu().numpy()
 
     def array(self, name: str) -> np.ndarray:
         """Everything collected under a name, [step, layer, head]."""

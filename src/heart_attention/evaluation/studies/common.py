@@ -10,30 +10,28 @@ import numpy as np
 import torch
 
 from ...files import write_atomic, write_json
+from ...online.call import Handler
 from ..run import transformers_of
 
 Visit = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-class Watcher:
+class Watcher(Handler):
     """A handler that lets every call run dense and shows one guidance branch of it to `visit`."""
 
     def __init__(self, visit: Visit) -> None:
         self.visit, self.branch = visit, None
 
-    def start_forward(self, where) -> None:
+    def start_forward(self, call) -> None:
         """Take the first branch seen as the one to watch (the conditional one in diffusers' pipelines)."""
-        self.branch = self.branch or where.branch
+        self.branch = self.branch or call.branch
 
-    def attend(self, where, q, k, v, dense):
+    def attend(self, call, q, k, v, dense):
         """Run dense, then let the visitor look at q, k, v and the output, all [B, H, N, D]."""
         out = dense(q, k, v)
-        if where.branch == self.branch:
-            self.visit(where, q, k, v, out)
+        if call.branch == self.branch:
+            self.visit(call, q, k, v, out)
         return out
-
-    def reset(self) -> None:
-        """Nothing to drop."""
 
 
 @torch.no_grad()
