@@ -137,7 +137,9 @@ def test_candidates_in_an_order_for_every_head():
     x, taus, row = BACKBONES["xattention"], (0.3, 0.9), ("2x4x1", "raster", "1x2x4", "2x4x1")
     q, k, v = torch.randn(3, 1, 4, 64, 16)
     spec = candidates.Spec(x, taus, order=(("raster",) * 4, row))
-    call = candidates.Trials(spec, CallContext(layer=1, layers=2, step=0, branch="cond", grid=(4, 4, 4)), "cond", q, k, v)
+    call = candidates.Trials(
+        spec, CallContext(layer=1, layers=2, step=0, branch="cond", grid=(4, 4, 4)), "cond", q, k, v
+    )
     masks, full = call.masks[0]
     assert full.density().min() == 1
     outs = [call.run(range(4), c) for c in (0, 1)]

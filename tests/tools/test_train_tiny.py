@@ -1,14 +1,8 @@
 """The recipe of the embedded model: data, codec, text padding, resume, density."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/ is not installed
-
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from tools.train_tiny import data, density, grow, model, train, words
 from tools.train_tiny.muon import orthogonalise

@@ -23,7 +23,7 @@ from heart_attention.calibration.workflow import calibrate, plan, store
 from heart_attention.calibration.workflow.settings import METHODS
 from heart_attention.errors import HeartError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "helpers"
 
 
 @pytest.fixture(scope="module", autouse=True)

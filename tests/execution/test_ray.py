@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,10 +31,11 @@ def cluster():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     os.environ["RAY_worker_niceness"] = "0"  # else workers starve on a machine that has other work
-    here = os.path.dirname(os.path.abspath(__file__))
+    helpers = Path(__file__).parents[1] / "helpers"
+    path = os.pathsep.join(filter(None, (str(helpers), os.environ.get("PYTHONPATH"))))
     ray.init(
         num_cpus=2, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
     )  # fmt: skip
     yield
     ray.shutdown()

@@ -114,7 +114,7 @@ def test_avx512_text_compiles(tmp_path):
         assert "%zmm" in assembly.read_text(), source.name
 
 
-HARNESS = pathlib.Path(__file__).parents[2] / "tools" / "avx512" / "run.sh"
+HARNESS = pathlib.Path(__file__).parents[3] / "tools" / "avx512" / "run.sh"
 
 
 @pytest.mark.slow
