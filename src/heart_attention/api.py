@@ -33,25 +33,25 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
             calibrations' files.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
-    from .models import attachment, family_of, ulysses
+    from .models import attachment, inspect, ulysses
 
-    transformers = _transformers(model)
+    transformers = inspect.transformers_of(model)
     if any(attachment.attachment_of(t) is not None for t in transformers):
         raise HeartError(f"HEART is already enabled on this {type(model).__name__}: call heart.disable(...) first")
-    chosen, note = resolve(config, model)
-    chosen = chosen.replace(**changes) if changes else chosen
-    shapes = {_shape(family_of(t), t) for t in transformers}
+    shapes = {inspect.layers_and_heads(t) for t in transformers}  # an unknown model is refused before a preset is told
     if len(shapes) > 1:
         raise HeartError(
             f"the pipeline's transformers differ in (layers, heads): {sorted(shapes)}; enable one at a time"
         )
+    chosen, note = resolve(config, model)
+    chosen = chosen.replace(**changes) if changes else chosen
     _check(chosen, transformers)
     costs = _costs(chosen, len(transformers))
     layers, heads = shapes.pop()
     engine = Engine(chosen, layers, heads, len(transformers))
     if note:
         engine.recorder.notes.append(note)
-    if _is_pipeline(model):
+    if inspect.is_pipeline(model):
         pipe = weakref.ref(model)
         engine.steps = lambda: getattr(getattr(pipe(), "scheduler", None), "num_inference_steps", None)
         attached = attachment.attach_pipeline(model, engine)
@@ -162,28 +162,14 @@ def _from_calibration(path: Any, model: Any) -> tuple[HeartConfig, str]:
     return base.replace(backbone=backbone, thresholds=calibration, **as_measured), note
 
 
-# ---------------------------------------- finding the model
-
-
-def _is_pipeline(model: Any) -> bool:
-    return getattr(model, "transformer", None) is not None and hasattr(model, "scheduler")
-
-
-def _transformers(model: Any) -> list[Any]:
-    """The transformers of a pipeline (Wan2.2 has two), or the transformer itself."""
-    if not _is_pipeline(model):
-        if hasattr(model, "scheduler") and not hasattr(model, "forward"):
-            raise HeartError(f"{type(model).__name__} has no transformer: HEART serves diffusers video transformers")
-        return [getattr(model, "_orig_mod", model)]
-    pair = [model.transformer, getattr(model, "transformer_2", None)]
-    return [getattr(t, "_orig_mod", t) for t in pair if t is not None]
+# ---------------------------------------- the model's attachments
 
 
 def _attachments(model: Any) -> list[Any]:
     """HEART's attachments to the model's transformers (not those of a recording or calibration)."""
-    from .models import attachment
+    from .models import attachment, inspect
 
-    found = [attachment.attachment_of(t) for t in _transformers(model) if hasattr(t, "__dict__")]
+    found = [attachment.attachment_of(t) for t in inspect.transformers_of(model)]
     return [a for a in found if a is not None and _engine(a) is not None]
 
 
@@ -192,16 +178,6 @@ def _engine(attachment: Any) -> Engine | None:
     handler = attachment.handler
     handler = handler if isinstance(handler, Engine) else getattr(handler, "inner", None)
     return handler if isinstance(handler, Engine) else None
-
-
-def _shape(family: Any, transformer: Any) -> tuple[int, int]:
-    """(layers, heads) of the attention that would be served."""
-    layers = family.find(transformer)
-    if not layers:
-        name = type(transformer).__name__
-        raise HeartError(f"this {name} has no attention layer that HEART knows: is it a complete video transformer?")
-    heads = getattr(layers[0][1], "heads", None) or transformer.config.num_attention_heads
-    return len(layers), heads
 
 
 def _check(config: HeartConfig, transformers: list[Any]) -> None:

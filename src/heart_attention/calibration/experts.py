@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeartError
+from ..models.inspect import NAMES, named_transformers
 from .file import Calibration
-
-NAMES = ("transformer", "transformer_2")
 
 
 def are_two(pipe: Any) -> bool:
     """Whether the pipeline has two transformers."""
-    return getattr(pipe, "transformer_2", None) is not None
+    return len(named_transformers(pipe)) > 1
 
 
 def chosen(pipe: Any, name: str | None) -> Any:
@@ -31,7 +30,7 @@ def chosen(pipe: Any, name: str | None) -> Any:
             "this pipeline has two transformers, each with steps of its own: calibrate one after the other, "
             "with --transformer transformer and --transformer transformer_2"
         )
-    found = getattr(pipe, name or NAMES[0], None)
+    found = named_transformers(pipe).get(name or NAMES[0])
     if found is None:
         raise HeartError(f"this {type(pipe).__name__} has no {name}: calibrate its transformer")
     return found

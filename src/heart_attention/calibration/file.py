@@ -50,21 +50,16 @@ def fingerprint(transformer: Any) -> dict[str, Any]:
     LoRA, fused projections, quantisation, offload and compilation leave it as it is; weights' values do not
     count.
     """
-    from ..models import family_of
+    from ..models import inspect
 
-    transformer = getattr(transformer, "_orig_mod", transformer)
-    layers = family_of(transformer).find(transformer)
-    if not layers:
-        raise HeartError(f"this {type(transformer).__name__} has no attention layer that HEART knows")
-    module = layers[0][1]
-    heads = int(getattr(module, "heads", 0) or transformer.config.num_attention_heads)
-    size = getattr(transformer.config, "attention_head_dim", None) or module.to_q.out_features // heads
+    transformer = inspect.unwrapped(transformer)
+    layers, heads = inspect.layers_and_heads(transformer)
     return {
         "class": _public_class(transformer),
         "config_hash": _sha(_plain_config(transformer.config)),
-        "layers": len(layers),
+        "layers": layers,
         "heads": heads,
-        "head_dim": int(size),
+        "head_dim": inspect.head_size(transformer),
         "weights_digest": _sha(sorted(_weight_shapes(transformer))),
     }
 

@@ -91,13 +91,10 @@ def record(pipe: Any, config: Any, prompt: str, seed: int, call: dict) -> Any:
 def thresholds_of(pipe: Any, config: Any) -> list:
     """Thresholds of every head, [transformers][layers] rows."""
     from ..config import threshold_table
-    from ..evaluation.run import transformers_of
-    from ..models import family_of
+    from ..models.inspect import layers_and_heads, transformers_of
 
     transformers = transformers_of(pipe)
-    layers = family_of(transformers[0]).find(transformers[0])
-    heads = getattr(layers[0][1], "heads", None) or transformers[0].config.num_attention_heads
-    return threshold_table(config.thresholds, len(transformers), len(layers), heads)
+    return threshold_table(config.thresholds, len(transformers), *layers_and_heads(transformers[0]))
 
 
 def _ride_along(pipe: Any, probe: Any, prompts: list[str], seed: int, call: dict) -> None:

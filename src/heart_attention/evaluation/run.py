@@ -88,11 +88,6 @@ class ForwardTimer:
         return self.seconds
 
 
-def transformers_of(pipe) -> list:
-    """The denoising models of a pipeline (two for Wan2.2)."""
-    return [m for m in (getattr(pipe, n, None) for n in ("transformer", "transformer_2")) if m is not None]
-
-
 def provenance(pipe=None, **more: Any) -> dict[str, Any]:
     """Machine, versions and whatever else says where a figure comes from."""
     import diffusers
@@ -126,6 +121,7 @@ def generate(pipe, method: Method, prompt: str, seed: int, setting: Setting, on_
     import torch
 
     from .. import api
+    from ..models.inspect import transformers_of
 
     def tick(pipe, step, timestep, values):
         if on_step:

@@ -25,6 +25,7 @@ from ..online.call import CallContext, Handler
 from ..online.clock import Clock
 from . import custom_ops, family_of, processors
 from .families.base import Family, Grid, count
+from .inspect import transformers_of, unwrapped
 from .ulysses import check_parallel
 
 logger = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ def attach(
         clock: another attachment's clock, for the second transformer of one pipeline.
         index: 0, or 1 for that second transformer.
     """
-    transformer = getattr(transformer, "_orig_mod", transformer)  # what torch.compile wraps
+    transformer = unwrapped(transformer)
     if getattr(transformer, CHILD, None) is not None:
         raise HeartError("HEART is already enabled on this transformer; call heart.disable(...) first.")
     family = family_of(transformer)
@@ -258,14 +259,10 @@ def attach(
 
 def attach_pipeline(pipe: Any, handler: Handler) -> list[Attachment]:
     """Attach to the transformer of a pipeline, and to `transformer_2` with the same clock."""
-    models = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
-    found = [(i, model) for i, model in enumerate(models) if model is not None]
-    if not found:
-        raise HeartError(f"{type(pipe).__name__} has no transformer; HEART serves video transformers only.")
     ref = weakref.ref(pipe)
     done: list[Attachment] = []
     try:
-        for i, model in found:
+        for i, model in enumerate(transformers_of(pipe)):
             clock = done[0].clock if done else None
             done.append(attach(model, handler, lambda: getattr(ref(), "scheduler", None), clock=clock, index=i))
     except HeartError:
@@ -277,7 +274,7 @@ def attach_pipeline(pipe: Any, handler: Handler) -> list[Attachment]:
 
 def attachment_of(transformer: torch.nn.Module) -> Attachment | None:
     """The attachment of a transformer, if it has one."""
-    transformer = getattr(transformer, "_orig_mod", transformer)
+    transformer = unwrapped(transformer)
     plain_copy = transformer.__dict__.get("__deepcopy__")
     return plain_copy.attachment if isinstance(plain_copy, _PlainCopy) else None
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import HeartError
 from ..models.attachment import Attachment, attach, attach_pipeline, attachment_of
+from ..models.inspect import is_pipeline, transformers_of
 from .call import CallContext, Handler
 
 Key = tuple  # (generation, step, branch, layer), and the batch item after it where a model attends item by item
@@ -115,26 +115,17 @@ def record(
         return all(getattr(call, name) in allowed for name, allowed in limits)
 
     recorder = Recorder(wanted, device, dtype, outputs)
-    present = [a for a in map(attachment_of, _transformers(model)) if a is not None]
+    present = [a for a in map(attachment_of, transformers_of(model)) if a is not None]
     if present:
         with _in_front(present, recorder):
             yield recorder
         return
-    attached = attach_pipeline(model, recorder) if hasattr(model, "transformer") else [attach(model, recorder)]
+    attached = attach_pipeline(model, recorder) if is_pipeline(model) else [attach(model, recorder)]
     try:
         yield recorder
     finally:
         for attachment in attached:
             attachment.detach()
-
-
-def _transformers(model: Any) -> list[torch.nn.Module]:
-    if isinstance(model, torch.nn.Module):
-        return [model]
-    found = [getattr(model, name, None) for name in ("transformer", "transformer_2")]
-    if not any(found):
-        raise HeartError(f"{type(model).__name__} has no transformer; give a video pipeline or its transformer.")
-    return [module for module in found if module is not None]
 
 
 @contextmanager

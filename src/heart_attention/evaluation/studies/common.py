@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ...files import write_atomic, write_json
+from ...models.inspect import transformers_of
 from ...online.call import Handler
-from ..run import transformers_of
 
 Visit = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 

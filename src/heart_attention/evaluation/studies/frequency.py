@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 
 from ...calibration.measure.velocity_error import BANDS, apply_weight
+from ...models.inspect import transformers_of
 from .. import metrics, video
-from ..run import transformers_of
 from .common import save
 
 PAPER = {"LL": 28.19, "LH": 29.58, "HL": 29.85, "HH": 30.35}  # PSNR in dB, Wan2.1-1.3B

@@ -16,7 +16,7 @@ def measure(pipe, backbone, call: dict, prompts: list[str], steps: list[int], se
     from ...calibration.measure.replay import Replay
     from ...calibration.measure.trajectory import record
     from ...calibration.measure.velocity_error import by_name
-    from ..run import transformers_of
+    from ...models.inspect import transformers_of
 
     names = {"attention": [], "error": [], "sparsity": []}
     spec, measure_error = Spec(backbone, tuple(taus)), by_name("spectral")
