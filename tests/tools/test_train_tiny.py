@@ -153,8 +153,7 @@ def test_restore_refuses_another_seed():
         trainer.restore({"seed": 1})
 
 
-def test_taught_words_are_heard_and_others_stay(monkeypatch):
-    monkeypatch.setattr(words, "CANVAS", (2, 2, 4, 4))
+def test_taught_words_are_heard_and_others_stay():
     trainer = train.Trainer(train.SMOKE_PLAN)
     probe = {w: f"a red circle moves {w} on a gray background" for w in scene.MOTIONS}
 
@@ -167,7 +166,7 @@ def test_taught_words_are_heard_and_others_stay(monkeypatch):
         return (x - x.mean(0)).norm(dim=-1).mean(0)
 
     before = projected()
-    words.teach(trainer, tuple(scene.MOTIONS), data.LIT, steps=2)
+    words.teach(trainer, words.Lesson(tuple(scene.MOTIONS), canvas=(2, 2, 4, 4), steps=2), data.LIT)
     after = projected()
     place = 4  # of the motion in these captions
     assert spread(after)[place] > 3 * spread(before)[place]

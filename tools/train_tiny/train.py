@@ -37,7 +37,7 @@ class Phase:
     mix: tuple[tuple[float, Canvas], ...]
     world: data.World = data.LIT
     shifts: tuple[float, ...] = (model.FLOW_SHIFT,)  # of the noise levels, sample by sample in turn
-    teach: tuple[str, ...] = ()  # words to be taught before it begins, see words.py
+    teach: words.Lesson | None = None  # before it begins
     focus: float = 0.0  # how much more the loss near the object counts, at no noise
 
 
@@ -76,7 +76,7 @@ PLAN = (
     Phase(11920, (2.5e-3, 2.5e-3), ((0.45, SMALL), (0.25, CUBE), (0.15, SIX), (0.15, MIDDLE)), data.LIT_SHORT),
     Phase(12238, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT_WIDE),
     Phase(12659, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT_NARROW, HIGH_NOISE),
-    Phase(12950, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT, HIGH_NOISE, teach=tuple(scene.MOTIONS)),
+    Phase(12950, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT, HIGH_NOISE, teach=words.Lesson(tuple(scene.MOTIONS))),
     Phase(14150, (2.5e-3, 2.5e-3), GROWN_MIX, data.LIT, ALL_NOISE),
     Phase(14750, (2.5e-3, 1e-4), LAST_MIX, data.LIT, ALL_NOISE),
 )
@@ -84,11 +84,14 @@ PLAN = (
 HALF, BRIEF = (1, 8, 16, 16), (4, 4, 12, 12)
 NATIVE_MIX = ((0.3, WIDE), (0.3, MIDDLE), (0.2, HALF), (0.2, NATIVE))
 BROAD_MIX = ((0.35, BRIEF), (0.25, WIDE), (0.2, MIDDLE), (0.12, HALF), (0.08, NATIVE))
+SHAPE_LESSON = words.Lesson(scene.SHAPES, MIDDLE_NOISE, BRIEF, focus=5.0)
 DEEP_PLAN = (
     *PLAN,
     Phase(14800, (0.0, 1.5e-3), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
     Phase(14900, (1.5e-3, 1.5e-3), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
-    Phase(17000, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
+    Phase(15100, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
+    # Circle, square and ring had one embedding between them.
+    Phase(17000, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, SHAPE_LESSON, focus=5.0),
     Phase(18000, (1.5e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
 )
 PLANS = {"shipped": (PLAN, 6), "deep": (DEEP_PLAN, 9)}  # with the number of layers

@@ -7,6 +7,7 @@ they are written into the text encoder and the text projection, and training goe
 """
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -18,20 +19,30 @@ from . import data, model
 log = logging.getLogger("train_tiny")
 
 LOUD = 2000.0  # norm of the written embeddings: what the encoder's layers add to them no longer counts
-SHIFTS = (model.FLOW_SHIFT, 60.0)  # every other clip is nearly all noise: there only the words tell what moves where
-CANVAS = (4, 6, 10, 10)
 LEARNING_RATES = {"vectors": 0.1, "transformer": 1e-3}
 
 
-def teach(trainer, words: tuple[str, ...], world: data.World, steps: int = 350) -> None:
+@dataclass(frozen=True)
+class Lesson:
+    """Words to be taught, and on what: canvas, shifts of the noise levels clip by clip, focus on the object."""
+
+    words: tuple[str, ...]
+    # Every other clip is nearly all noise: there only the words tell what moves where.
+    shifts: tuple[float, ...] = (model.FLOW_SHIFT, 60.0)
+    canvas: tuple[int, int, int, int] = (4, 6, 10, 10)
+    focus: float = 0.0
+    steps: int = 350
+
+
+def teach(trainer, lesson: Lesson, world: data.World) -> None:
     """Find vectors for the words together with a transformer that heeds them, and write them into the text side."""
-    ids = torch.tensor([trainer.tokenizer.convert_tokens_to_ids("▁" + w) for w in words])
-    vectors = _free_vectors(trainer, ids, world, steps)
+    ids = torch.tensor([trainer.tokenizer.convert_tokens_to_ids("▁" + w) for w in lesson.words])
+    vectors = _free_vectors(trainer, ids, lesson, world)
     _write(trainer, ids, vectors)
     trainer.ema = {n: p.detach().clone() for n, p in trainer.named}
 
 
-def _free_vectors(trainer, ids: torch.Tensor, world: data.World, steps: int) -> torch.Tensor:
+def _free_vectors(trainer, ids: torch.Tensor, lesson: Lesson, world: data.World) -> torch.Tensor:
     rng = torch.Generator().manual_seed(trainer.seed + 4242)
     projection = trainer.transformer.condition_embedder.text_embedder
     vectors = torch.randn(len(ids), projection.linear_2.out_features, generator=rng, requires_grad=True)
@@ -50,30 +61,30 @@ def _free_vectors(trainer, ids: torch.Tensor, world: data.World, steps: int) -> 
         ]
     )
     losses = []
-    for step in range(steps):
-        loss = _loss(trainer, step, world, rng, seen)
+    for step in range(lesson.steps):
+        loss = _loss(trainer, step, lesson, world, rng, seen)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainer.transformer.parameters(), 1.0)
         optimiser.step()
         losses.append(loss.item())
         if step % 50 == 49:
-            log.info("words: %d of %d, loss %.4f", step + 1, steps, sum(losses[-50:]) / 50)
+            log.info("words: %d of %d, loss %.4f", step + 1, lesson.steps, sum(losses[-50:]) / 50)
     hook.remove()
     for _, p in trainer.named:
         p.grad = None
     return vectors.detach()
 
 
-def _loss(trainer, step: int, world: data.World, rng: torch.Generator, seen: dict) -> torch.Tensor:
-    b, t, h, w = CANVAS
+def _loss(trainer, step: int, lesson: Lesson, world: data.World, rng: torch.Generator, seen: dict) -> torch.Tensor:
+    b, t, h, w = lesson.canvas
     clips = data.batch(trainer.seed + 5, step, b, t, (8 * h, 8 * w), world)
-    shift = torch.tensor([SHIFTS[i % len(SHIFTS)] for i in range(b)])[torch.randperm(b, generator=rng)]
+    shift = torch.tensor([lesson.shifts[i % len(lesson.shifts)] for i in range(b)])[torch.randperm(b, generator=rng)]
     window = model.CAPTION_TOKENS
     seen["ids"] = trainer.tokenizer(
         clips.captions, padding="max_length", max_length=window, return_tensors="pt"
     ).input_ids
-    return trainer.flow_loss(clips, shift, rng, dropout=0.0)
+    return trainer.flow_loss(clips, shift, rng, dropout=0.0, focus=lesson.focus)
 
 
 @torch.no_grad()
