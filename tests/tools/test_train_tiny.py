@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from tools.train_tiny import data, density, grow, model, train, words
+from tools.train_tiny import data, density, grow, model, plan, train, words
 from tools.train_tiny.muon import orthogonalise
 
 from heart_attention import tiny
@@ -96,15 +96,14 @@ def test_padding_bias_equals_real_padding(total):
 
 
 def test_resume_is_exact(tmp_path):
-    plan = train.SMOKE_PLAN
-    straight = train.Trainer(plan)
+    straight = train.Trainer(plan.SMOKE_PLAN)
     for _ in range(4):
         straight.train_step()
-    first = train.Trainer(plan)
+    first = train.Trainer(plan.SMOKE_PLAN)
     for _ in range(2):
         first.train_step()
     train.save(first, tmp_path)
-    second = train.Trainer(plan)
+    second = train.Trainer(plan.SMOKE_PLAN)
     second.restore(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
     for _ in range(2):
         second.train_step()
@@ -118,7 +117,7 @@ def test_a_deepened_model_computes_the_same_at_first():
     with pytest.raises(ValueError, match="layers can grow"):
         grow.sources(6, 13)
     state = grow.state(grow.deepen(grow.packaged(), 6, 9), step=3)
-    trainer = train.Trainer(train.SMOKE_PLAN, layers=9)
+    trainer = train.Trainer(plan.SMOKE_PLAN, layers=9)
     trainer.restore(state)
     x, text = torch.randn(1, model.Z_DIM, 2, 4, 4), torch.randn(1, 12, model.TEXT_DIM)
     with torch.no_grad():
@@ -132,7 +131,7 @@ def test_a_deepened_model_computes_the_same_at_first():
 
 
 def test_focus_counts_what_is_near_the_object_more():
-    trainer = train.Trainer(train.SMOKE_PLAN)
+    trainer = train.Trainer(plan.SMOKE_PLAN)
     clips = data.batch(0, 0, 2, 2, (32, 32), data.CALM)
     assert 0.1 < clips.near.mean() < 0.6 and set(clips.near.unique().tolist()) >= {0.0, 1.0}
 
@@ -148,13 +147,13 @@ def test_focus_counts_what_is_near_the_object_more():
 
 
 def test_restore_refuses_another_seed():
-    trainer = train.Trainer(train.SMOKE_PLAN)
+    trainer = train.Trainer(plan.SMOKE_PLAN)
     with pytest.raises(ValueError, match="seed"):
         trainer.restore({"seed": 1})
 
 
 def test_taught_words_are_heard_and_others_stay():
-    trainer = train.Trainer(train.SMOKE_PLAN)
+    trainer = train.Trainer(plan.SMOKE_PLAN)
     probe = {w: f"a red circle moves {w} on a gray background" for w in scene.MOTIONS}
 
     def projected():
@@ -177,12 +176,12 @@ def test_taught_words_are_heard_and_others_stay():
 
 def test_plan_goes_forward_and_ends():
     begin = 0
-    for phase in train.DEEP_PLAN:
+    for phase in plan.DEEP_PLAN:
         assert phase.until > begin
         assert sum(w for w, _ in phase.mix) == pytest.approx(1.0)
         begin = phase.until
     with pytest.raises(ValueError, match="beyond"):
-        train.phase_at(train.PLAN, train.PLAN[-1].until)
+        plan.phase_at(plan.PLAN, plan.PLAN[-1].until)
 
 
 def test_random_control_is_where_training_starts():
@@ -230,5 +229,5 @@ def test_smoke():
     from tools.train_tiny.__main__ import smoke
 
     result = smoke()
-    assert result["steps"] == train.SMOKE_PLAN[-1].until
+    assert result["steps"] == plan.SMOKE_PLAN[-1].until
     assert result["shape"] == [4, 32, 32, 3]

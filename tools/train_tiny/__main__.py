@@ -11,14 +11,14 @@ import torch
 from heart_attention import tiny
 from heart_attention.tiny.pipeline import WanPipeline
 
-from . import evaluate, export, train
+from . import evaluate, export, plan, train
 
 
 def smoke() -> dict:
     """Everything end to end in well under two minutes, in a temporary folder: the recipe still works."""
     with tempfile.TemporaryDirectory() as folder:
         run, out = Path(folder) / "run", Path(folder) / "weights"
-        trainer = train.run(run, train.SMOKE_PLAN, report=4)
+        trainer = train.run(train.Trainer(plan.SMOKE_PLAN), run, report=4)
         export.export(run, out)
         pipe = WanPipeline.from_pretrained(out)
         pipe.set_progress_bar_config(disable=True)
@@ -33,7 +33,7 @@ def smoke() -> dict:
 def full(folder: Path, seed: int, threads: int) -> None:
     """The whole recipe; goes on from the folder's checkpoint. Hours on one core."""
     torch.set_num_threads(threads)
-    train.run(folder, seed=seed)
+    train.run(train.Trainer(plan.PLAN, seed), folder)
     export.export(folder, export.PACKAGE / "weights")
     for part in (["check"], ["controls", "--size", "quick"], ["density", "--stride", "5"], ["timing"]):
         evaluate.main(part)

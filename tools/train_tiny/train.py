@@ -11,108 +11,22 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch.nn import functional
 
-from heart_attention.tiny import scene
-
 from . import data, model, words
 from .muon import Muon
+from .plan import PLAN, PLANS, Canvas, Phase, phase_at
 
 log = logging.getLogger("train_tiny")
-
-Canvas = tuple[int, int, int, int]  # clips in the batch, then tokens in time, height, width (8 x 8 pixels each)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of training: up to which step, the learning rate from its begin to its end, canvases with weights."""
-
-    until: int
-    lr: tuple[float, float]
-    mix: tuple[tuple[float, Canvas], ...]
-    world: data.World = data.LIT
-    shifts: tuple[float, ...] = (model.FLOW_SHIFT,)  # of the noise levels, sample by sample in turn
-    teach: words.Lesson | None = None  # before it begins
-    focus: float = 0.0  # how much more the loss near the object counts, at no noise
-
-
-# Small canvases teach what things look like; long and wide ones teach the rotary positions that small canvases
-# never reach, at a fraction of the cost of the native size, which only comes at the end.
-SMALL, CUBE, LONG, WIDE = (8, 4, 8, 8), (4, 8, 8, 8), (2, 16, 8, 8), (2, 4, 16, 16)
-SIX, MIDDLE, ROW, FIELD, LARGE = (4, 6, 10, 10), (2, 8, 12, 12), (2, 12, 8, 8), (1, 4, 20, 20), (1, 12, 20, 20)
-NATIVE = (1, 16, 16, 16)
-DECAY_MIX = ((0.1, SMALL), (0.35, SIX), (0.35, MIDDLE), (0.08, FIELD), (0.12, LARGE))
-TEN, SIXTEEN = (8, 4, 10, 10), (2, 8, 16, 16)
-HIGH_NOISE = (model.FLOW_SHIFT, 9.0)  # what moves where is decided early in sampling
-MIDDLE_NOISE = (model.FLOW_SHIFT, 1.3)
-ALL_NOISE = (model.FLOW_SHIFT, 1.3, 9.0)
-LIT_MIX = ((0.15, SMALL), (0.1, CUBE), (0.4, SIX), (0.35, MIDDLE))
-GROWN_MIX = ((0.2, SMALL), (0.15, CUBE), (0.3, SIX), (0.3, MIDDLE), (0.05, FIELD))
-LAST_MIX = ((0.2, SMALL), (0.2, CUBE), (0.25, SIX), (0.27, MIDDLE), (0.08, NATIVE))
-# The first 3,600 steps knew slow shapes without afterglow: colours were learned there, directions were not.
-PLAN = (
-    Phase(100, (0.0, 3e-3), ((1.0, SMALL),), data.SLOW),
-    Phase(2500, (3e-3, 3e-3), ((0.74, SMALL), (0.14, CUBE), (0.06, LONG), (0.06, WIDE)), data.SLOW),
-    Phase(3600, (3e-3, 2.5e-3), ((0.3, SMALL), (0.4, CUBE), (0.12, LONG), (0.08, WIDE), (0.1, MIDDLE)), data.SLOW),
-    Phase(4500, (2.5e-3, 2.2e-3), ((0.55, SMALL), (0.25, MIDDLE), (0.1, ROW), (0.1, FIELD)), data.FAST),
-    Phase(4690, (2.2e-3, 1.98e-3), ((0.3, SMALL), (0.46, MIDDLE), (0.1, ROW), (0.1, FIELD), (0.04, LARGE)), data.FAST),
-    Phase(5123, (1.84e-3, 1.01e-3), DECAY_MIX, data.CENTRED),
-    # Grounds that move with the shape taught shapes, but no directions either.
-    Phase(7195, (2e-3, 2e-3), ((0.6, SMALL), (0.25, MIDDLE), (0.1, CUBE), (0.05, FIELD)), data.BELT, HIGH_NOISE),
-    Phase(7835, (2.5e-3, 2.5e-3), ((0.85, TEN), (0.15, SIXTEEN)), data.FAST_BELT, HIGH_NOISE),
-    Phase(7892, (2.5e-3, 2.5e-3), ((0.85, TEN), (0.15, SIXTEEN)), data.COARSE_BELT, (1.3,)),
-    Phase(8642, (2.5e-3, 2.5e-3), ((0.95, SMALL), (0.05, MIDDLE)), data.COARSE_BELT, (1.3,)),
-    # Sharp heads and a clean ground.
-    Phase(
-        10400, (2.5e-3, 2.5e-3), ((0.5, SMALL), (0.3, CUBE), (0.17, MIDDLE), (0.03, FIELD)), data.STILL, MIDDLE_NOISE
-    ),
-    Phase(11200, (2.5e-3, 1e-4), ((0.35, SMALL), (0.3, CUBE), (0.25, MIDDLE), (0.1, LARGE)), data.STILL, MIDDLE_NOISE),
-    # Light, by which every token knows where and when it is; then the words that had not been heard so far.
-    Phase(11920, (2.5e-3, 2.5e-3), ((0.45, SMALL), (0.25, CUBE), (0.15, SIX), (0.15, MIDDLE)), data.LIT_SHORT),
-    Phase(12238, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT_WIDE),
-    Phase(12659, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT_NARROW, HIGH_NOISE),
-    Phase(12950, (2.5e-3, 2.5e-3), LIT_MIX, data.LIT, HIGH_NOISE, teach=words.Lesson(tuple(scene.MOTIONS))),
-    Phase(14150, (2.5e-3, 2.5e-3), GROWN_MIX, data.LIT, ALL_NOISE),
-    Phase(14750, (2.5e-3, 1e-4), LAST_MIX, data.LIT, ALL_NOISE),
-)
-# From the packaged weights, deepened (grow.py): larger shapes on a calmer ground, at and near the native size.
-HALF, BRIEF = (1, 8, 16, 16), (4, 4, 12, 12)
-NATIVE_MIX = ((0.3, WIDE), (0.3, MIDDLE), (0.2, HALF), (0.2, NATIVE))
-BROAD_MIX = ((0.35, BRIEF), (0.25, WIDE), (0.2, MIDDLE), (0.12, HALF), (0.08, NATIVE))
-SHAPE_LESSON = words.Lesson(scene.SHAPES, MIDDLE_NOISE, BRIEF, focus=5.0)
-DEEP_PLAN = (
-    *PLAN,
-    Phase(14800, (0.0, 1.5e-3), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
-    Phase(14900, (1.5e-3, 1.5e-3), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
-    Phase(15100, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
-    # Circle, square and ring had one embedding between them.
-    Phase(17000, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, SHAPE_LESSON, focus=5.0),
-    Phase(18000, (1.5e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
-)
-PLANS = {"shipped": (PLAN, 6), "deep": (DEEP_PLAN, 9)}  # with the number of layers
-TINY_CANVAS = (2, 4, 4, 4)
-SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
 
 CAPTION_DROPOUT = 0.1
 EMA = 0.998
 GAIN_LR = 4.0  # QK-norm gains learn faster, so that attention can become as sharp as it wants to be
 TEXT_LENGTHS = (64, 512)  # prompt lengths the pipeline may pad to
-
-
-def phase_at(plan: tuple[Phase, ...], step: int) -> tuple[Phase, float, float]:
-    """The phase a step belongs to, the learning rate there, and how much of the phase is over (0 at its begin)."""
-    begin = 0
-    for phase in plan:
-        if step < phase.until:
-            part = (step - begin) / (phase.until - begin)
-            return phase, phase.lr[0] + part * (phase.lr[1] - phase.lr[0]), part
-        begin = phase.until
-    raise ValueError(f"step {step} lies beyond the plan, which ends at {begin}")
 
 
 class PaddedTextAttention(WanAttnProcessor):
@@ -138,27 +52,33 @@ def padding_bias(lengths: torch.Tensor, total: int, window: int) -> torch.Tensor
 class Trainer:
     """Model, optimisers, averaged weights and the step that changes them."""
 
+    gains: tuple[str, ...] = (".attn1.norm_",)  # parts of the names of the QK-norm gains
+
     def __init__(self, plan: tuple[Phase, ...] = PLAN, seed: int = 0, layers: int = model.LAYERS):
         self.plan, self.seed, self.step = plan, seed, 0
-        self.transformer, self.text_encoder, self.tokenizer = model.initialise(seed, layers)
         self.codec = model.fit_codec(seed)
-        self.cross = PaddedTextAttention()
-        for block in self.transformer.blocks:
-            block.attn2.set_processor(self.cross)
-        self.named = [(f"transformer.{n}", p) for n, p in self.transformer.named_parameters()]
-        self.named += [(f"text_encoder.{n}", p) for n, p in self.text_encoder.named_parameters()]
+        modules = self._build(seed, layers)
+        self.named = [(f"{name}.{n}", p) for name, module in modules.items() for n, p in module.named_parameters()]
         self.ema = {n: p.detach().clone() for n, p in self.named}
         self.optimisers = self._optimisers()
         # Colour counts for more than the faint edge components, most of which is noise at any level.
         weight = model.latent_scale(seed).view(1, -1, 1, 1, 1)
         self.weight = weight / weight.mean()
 
+    def _build(self, seed: int, layers: int) -> dict[str, torch.nn.Module]:
+        """The modules that are trained, by the name that they have in the pipeline."""
+        self.transformer, self.text_encoder, self.tokenizer = model.initialise(seed, layers)
+        self.cross = PaddedTextAttention()
+        for block in self.transformer.blocks:
+            block.attn2.set_processor(self.cross)
+        return {"transformer": self.transformer, "text_encoder": self.text_encoder}
+
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         matrices, gains, rest = [], [], []
         for name, p in self.named:
-            if ".attn1.norm_" in name:
+            if name.startswith("transformer.") and any(part in name for part in self.gains):
                 gains.append(p)
-            elif ".blocks." in name and name.startswith("transformer") and p.ndim == 2:
+            elif "blocks." in name and name.startswith("transformer") and p.ndim == 2:
                 matrices.append(p)
             else:
                 rest.append(p)
@@ -170,14 +90,24 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = lr * group.get("factor", 1.0)
 
-    def _text(self, captions: list[str], rng: torch.Generator, dropout: float) -> torch.Tensor:
-        window = model.CAPTION_TOKENS
+    def _tokens(self, captions: list[str], rng: torch.Generator, dropout: float):
+        """Ids and attention mask [B, CAPTION_TOKENS], some captions dropped."""
         kept = [c if torch.rand((), generator=rng) >= dropout else "" for c in captions]
-        tokens = self.tokenizer(kept, padding="max_length", max_length=window, truncation=True, return_tensors="pt")
-        mask = tokens.attention_mask
+        window = model.CAPTION_TOKENS
+        return self.tokenizer(kept, padding="max_length", max_length=window, truncation=True, return_tensors="pt")
+
+    def _text(self, captions: list[str], rng: torch.Generator, dropout: float) -> torch.Tensor:
+        tokens = self._tokens(captions, rng, dropout)
+        mask, window = tokens.attention_mask, model.CAPTION_TOKENS
         total = TEXT_LENGTHS[int(torch.randint(len(TEXT_LENGTHS), (), generator=rng))]
         self.cross.bias = padding_bias(mask.sum(1), total, window)
         return self.text_encoder(tokens.input_ids, mask).last_hidden_state * mask[..., None]  # [B, window, TEXT_DIM]
+
+    def velocity(
+        self, noisy: torch.Tensor, sigma: torch.Tensor, captions: list[str], rng: torch.Generator, dropout: float
+    ) -> torch.Tensor:
+        """What the transformer predicts for noisy latents at noise levels `sigma` [B]."""
+        return self.transformer(noisy, 1000 * sigma, self._text(captions, rng, dropout), return_dict=False)[0]
 
     def loss(self, canvas: Canvas, rng: torch.Generator, phase: Phase) -> torch.Tensor:
         """The loss of this step's batch on a canvas."""
@@ -206,8 +136,7 @@ class Trainer:
         sigma = shift * u / (1 + (shift - 1) * u)
         noise = torch.randn(x.shape, generator=rng)
         s = sigma.view(-1, 1, 1, 1, 1)
-        text = self._text(clips.captions, rng, dropout)
-        velocity = self.transformer((1 - s) * x + s * noise, 1000 * sigma, text, return_dict=False)[0]
+        velocity = self.velocity((1 - s) * x + s * noise, sigma, clips.captions, rng, dropout)
         weight = self.weight
         if focus:
             near = functional.avg_pool3d(clips.near, (1, model.PATCH, model.PATCH))  # [B, 1, T, H/4, W/4]
@@ -241,8 +170,9 @@ class Trainer:
 
     def compile(self) -> None:
         """Compile the blocks, each canvas for itself: a third less time a step, half a minute at each canvas' first."""
-        for block in self.transformer.blocks:
-            block.compile(dynamic=False)
+        for blocks in self.transformer.children():
+            for block in blocks if isinstance(blocks, torch.nn.ModuleList) else ():
+                block.compile(dynamic=False)
 
     def state(self) -> dict:
         """Everything needed to go on."""
@@ -276,27 +206,16 @@ def save(trainer: Trainer, folder: Path) -> None:
     os.replace(part, folder / "checkpoint.pt")
 
 
-def run(
-    folder: Path,
-    plan: tuple[Phase, ...] = PLAN,
-    seed: int = 0,
-    every: float = 120.0,
-    report: int = 50,
-    layers: int = model.LAYERS,
-    compiled: bool = False,
-) -> Trainer:
-    """Train to the end of the plan, resuming from the folder's checkpoint when there is one."""
+def run(trainer: Trainer, folder: Path, every: float = 120.0, report: int = 50) -> Trainer:
+    """Train to the end of the trainer's plan, resuming from the folder's checkpoint when there is one."""
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(plan, seed, layers)
-    if compiled:
-        trainer.compile()
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
         trainer.restore(torch.load(checkpoint, weights_only=True))
         log.info("going on from step %d", trainer.step)
     losses, tokens, saved, begun = [], 0, time.monotonic(), time.process_time()
     samples = 0
-    while trainer.step < plan[-1].until:
+    while trainer.step < trainer.plan[-1].until:
         loss, canvas = trainer.train_step()
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at step {trainer.step}")
@@ -336,7 +255,10 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
     plan, layers = PLANS[args.plan]
-    run(args.out, plan, seed=args.seed, layers=layers, compiled=args.compile)
+    trainer = Trainer(plan, args.seed, layers)
+    if args.compile:
+        trainer.compile()
+    run(trainer, args.out)
     log.info("done: %s", json.dumps({"out": str(args.out)}))
 
 
