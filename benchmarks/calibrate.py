@@ -37,10 +37,11 @@ from heart_attention.calibration.workflow import calibrate, plan
 from heart_attention.calibration.workflow.runner import Runner
 from heart_attention.calibration.workflow.settings import CANDIDATES, PAPER_CANDIDATES
 from heart_attention.calibration.workflow.store import Store
-from heart_attention.calibration.workflow.tasks import LocalExecutor, Worker
+from heart_attention.calibration.workflow.tasks import CalibrationWorker
 from heart_attention.config import preset
 from heart_attention.evaluation import methods, pipelines, run
 from heart_attention.evaluation.studies.common import spearman
+from heart_attention.execution.executor import LocalExecutor
 from heart_attention.online import reuse
 
 PARTS = ("skip", "gradient", "compare", "video", "cost")
@@ -67,7 +68,7 @@ def contexts_of(pipe: Any, settings: calibrate.Settings, work: Path, count: int)
     settings = dataclasses.replace(settings, contexts=count, held_out=(), method="isolated")
     store = Store(work, plan.plan(pipe, settings))
     drawn = plan.draw_contexts(settings, *_size(pipe))
-    worker = Worker(pipe, settings.job())
+    worker = CalibrationWorker(pipe, settings.job())
     try:
         Runner(store, LocalExecutor(worker), None).trajectories(settings, drawn)
     finally:
@@ -92,7 +93,7 @@ def skip(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
     (context,) = contexts_of(pipe, settings, args.work / f"skip-{args.size}", 1)
     spec, measure = settings.spec(), velocity_error.Spectral()
     layers, heads = _size(pipe)
-    worker, ratios, equal = Worker(pipe, settings.job()), [], True
+    worker, ratios, equal = CalibrationWorker(pipe, settings.job()), [], True
     try:
         replay = worker.replay
         list(probes.probe(replay, context, {0: [0]}, spec, measure))  # warm
@@ -121,7 +122,7 @@ def gradient_against_probes(pipe: Any, args: argparse.Namespace) -> dict[str, An
     spec, measure = settings.spec(), velocity_error.Spectral()
     layers, heads = _size(pipe)
     exact, estimate, S = [], [], []
-    worker = Worker(pipe, settings.job())
+    worker = CalibrationWorker(pipe, settings.job())
     try:
         for context in contexts:
             everything = {layer: range(heads) for layer in range(layers)}
@@ -160,7 +161,7 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
     store = Store(args.work / f"{Path(name).name}-{args.size}-{args.backbone}", plan.plan(pipe, settings))
     size, seconds = _size(pipe), {}
     contexts = plan.draw_contexts(settings, *size)
-    worker = Worker(pipe, settings.job())
+    worker = CalibrationWorker(pipe, settings.job())
     clock = _stages(seconds)
     runner = Runner(store, LocalExecutor(worker), clock)
     rows: dict[str, Any] = {}
@@ -268,7 +269,7 @@ def cost(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
     spec, measure = settings.spec(), velocity_error.Spectral()
     layers, heads = _size(pipe)
     at = settings.taus.index(0.9)
-    worker, seen = Worker(pipe, settings.job()), {"dense": [], "isolated": [], "joint": [], "verify": []}
+    worker, seen = CalibrationWorker(pipe, settings.job()), {"dense": [], "isolated": [], "joint": [], "verify": []}
     try:
         replay = worker.replay
         for _ in range(args.repeats):

@@ -1,4 +1,4 @@
-"""Calibration on a real local Ray cluster of two workers, one of which is killed in the middle."""
+"""Tasks on a real local Ray cluster of two workers, one of which is killed in the middle."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypa
     from heart_attention.execution.ray import RayExecutor
 
     local = calibrate.calibrate(load(), settings("probes"), tmp_path / "local")
-    crews, replaced, killed = [], [], []
+    executors, replaced, killed = [], [], []
     original, replace = RayExecutor.__init__, RayExecutor._replace
 
     def remember(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        crews.append(self)
+        executors.append(self)
 
     monkeypatch.setattr(RayExecutor, "__init__", remember)
     monkeypatch.setattr(RayExecutor, "_replace", lambda self, *a: replaced.append(1) or replace(self, *a))
 
     def kill_one(stage, done, total, left):
         if stage == "probes" and done >= 2 and not killed:
-            killed.append(ray.get(crews[0].actors[0].process.remote()))
+            killed.append(ray.get(executors[0].actors[0].process.remote()))
             os.kill(killed[0], signal.SIGKILL)
 
     spread = calibrate.calibrate(
         load(), settings("probes"), tmp_path / "ray", ray="auto", loader=load, workers=2, progress=kill_one
     )
-    assert len(crews[0].needs) == 1 and crews[0].count == 2
+    assert len(executors[0].resources) == 1 and executors[0].count == 2
     assert killed and replaced
     assert spread.to_bytes() == local.to_bytes()
 
@@ -79,10 +79,10 @@ def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypa
 def test_a_failing_task_is_one_sentence(cluster, tmp_path):
     from heart_attention.execution.ray import RayExecutor
 
-    executor = RayExecutor("auto", load, settings("probes").job(), workers=1)
+    executor = RayExecutor("auto", functools.partial(tasks.set_up, load, settings("probes").job()), workers=1)
     try:
         with pytest.raises(HeartError, match="a Ray worker failed at verify_p000_s001"):
-            list(executor.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b"no context"))
+            list(executor.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda _: b"no context"))
     finally:
         executor.close()
 
@@ -90,10 +90,10 @@ def test_a_failing_task_is_one_sentence(cluster, tmp_path):
 def test_a_task_that_kills_every_worker_is_given_up(cluster):
     from heart_attention.execution.ray import RayExecutor
 
-    executor = RayExecutor("auto", functools.partial(os._exit, 1), settings("probes").job(), workers=1)
+    executor = RayExecutor("auto", functools.partial(os._exit, 1), workers=1)
     try:
         with pytest.raises(HeartError, match="lost 4 Ray workers in a row"):
-            list(executor.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda *_: b""))
+            list(executor.do([tasks.Task("verify", 0, 1, choice=((0,),))], lambda _: b""))
     finally:
         executor.close()
 

@@ -1,1 +1,1 @@
-"""Where tasks run: here or on a Ray cluster."""
+"""Running many independent tasks: in this process, or on a Ray cluster."""

@@ -1,39 +1,37 @@
-"""Calibration spread over machines with Ray: actors that each hold the model, work dealt out, losses made good.
+"""Tasks spread over machines with Ray: actors that each have a worker; a lost worker's task goes to another.
 
-Contexts travel through Ray's object store, so workers need no shared folder; the driver alone writes records. A
-worker that dies takes at most its present task with it: the task goes to another, and a new worker is started in
-its place. Tasks are pure functions, so the result is that of a local run (on CPUs bit for bit, with as many
-threads a worker as the local run has).
+Data travels through Ray's object store, so workers need no shared folder; the caller alone writes records. A worker
+that dies takes at most its present task with it: the task goes to another, and a new worker is started in its place.
+Tasks are pure functions, so the result is that of a local run (on CPUs bit for bit, with as many threads a worker as
+the local run has).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..calibration.workflow.tasks import Job, Record, Task, Worker
 from ..errors import HeartError
+from .executor import Executor, Read, Record, T, Task, Worker
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
 PATIENCE = 3  # times that a task may lose its worker before it is held to be the task's fault
 
 
 class _Actor:
-    """Runs on a Ray worker: makes the pipeline once, then does tasks."""
+    """Runs on a Ray worker: sets up a worker once, then runs tasks."""
 
-    def __init__(self, loader: Callable[[], Any], job: Job, threads: int):
+    def __init__(self, loader: Callable[[], Worker], threads: int):
         torch.set_num_threads(threads)
-        pipe = loader()
-        if hasattr(pipe, "set_progress_bar_config"):
-            pipe.set_progress_bar_config(disable=True)
-        self.worker = Worker(pipe, job)
+        self.worker = loader()
 
     def process(self) -> int:
-        """Its process id; answers once the model is there."""
+        """Its process id; answers once the worker is set up."""
         return os.getpid()
 
     def do(self, task: Task, data: bytes | None) -> list[Record]:
@@ -41,28 +39,29 @@ class _Actor:
         return list(self.worker.run(task, data))
 
 
-class RayExecutor:
-    """Does tasks on a Ray cluster.
+class RayExecutor(Executor[T]):
+    """Runs tasks on a Ray cluster.
 
     Args:
         address: "auto" (the cluster this machine belongs to, or a new local one) or an address, e.g.
             "ray://head:10001".
-        loader: makes the pipeline; called once on every worker.
-        workers: how many; None: one for each GPU of the cluster, or on CPUs as many as `threads` allows.
+        loader: sets up a `Worker`; called once on every Ray worker, so it must be picklable.
+        workers: how many; None: one for each GPU of the cluster, or on CPUs as many as the threads of this process allow.
     """
 
-    def __init__(self, address: str, loader: Callable[[], Any], job: Job, workers: int | None = None):
+    def __init__(self, address: str, loader: Callable[[], Worker[T]], workers: int | None = None):
         try:
             import ray
         except ImportError:
             raise HeartError("Ray is not installed: pip install 'heart-attention[ray]'") from None
-        self.ray, self.loader, self.job = ray, loader, job
+        self.ray: Any = ray
+        self.loader = loader
         self.threads = torch.get_num_threads()
-        self._began = not ray.is_initialized()
-        if self._began:
+        self._connected_here = not ray.is_initialized()
+        if self._connected_here:
             self._connect(address)
-        self.needs = self._needs()
-        self.count = workers or self._room()
+        self.resources = self._resources()
+        self.count = workers or self._capacity()
         self.actors = [self._start() for _ in range(self.count)]
 
     def _connect(self, address: str) -> None:
@@ -74,38 +73,39 @@ class RayExecutor:
                 raise HeartError(f"no Ray cluster answers at {address!r} ({error}): check the address") from None
             self.ray.init(**quiet)
 
-    def _needs(self) -> dict[str, float]:
-        """What an actor asks of the cluster."""
+    def _resources(self) -> dict[str, float]:
+        """What an actor requires of the cluster."""
         gpus = self.ray.cluster_resources().get("GPU", 0)
         return {"num_gpus": 1} if gpus and torch.cuda.is_available() else {"num_cpus": self.threads}
 
-    def _room(self) -> int:
-        have = self.ray.cluster_resources()
-        name, each = ("GPU", 1.0) if "num_gpus" in self.needs else ("CPU", float(self.threads))
-        return max(1, int(have.get(name, 1) // each))
+    def _capacity(self) -> int:
+        """How many actors the cluster can hold."""
+        total = self.ray.cluster_resources()
+        name, share = ("GPU", 1.0) if "num_gpus" in self.resources else ("CPU", float(self.threads))
+        return max(1, int(total.get(name, 1) // share))
 
     def _start(self) -> Any:
-        actor = self.ray.remote(**self.needs)(_Actor)
-        return actor.remote(self.loader, self.job, self.threads)
+        actor = self.ray.remote(**self.resources)(_Actor)
+        return actor.remote(self.loader, self.threads)
 
-    def do(self, tasks: Sequence[Task], read: Callable[[int, int], bytes]) -> Iterator[tuple[Task, Record]]:
-        """See `Crew.do`: records come in the order in which tasks end."""
+    def do(self, tasks: Sequence[T], read: Read) -> Iterator[tuple[T, Record]]:
+        """See `Executor.do`: records come in the order in which tasks end."""
         waiting = list(reversed(tasks))
-        busy: dict[Any, tuple[Task, Any]] = {}  # the promise of a result -> its task and worker
+        running: dict[Any, tuple[T, Any]] = {}  # the promise of a result -> its task and actor
         idle = list(self.actors)
-        lost: dict[Task, int] = {}
-        held: dict[tuple[int, int], Any] = {}  # contexts in the object store
-        while waiting or busy:
+        losses: dict[T, int] = {}
+        stored: dict[Hashable, Any] = {}  # data in the object store
+        while waiting or running:
             while waiting and idle:
                 task, actor = waiting.pop(), idle.pop()
-                busy[actor.do.remote(task, self._data(task, read, held))] = (task, actor)
-            (done,), _ = self.ray.wait(list(busy), num_returns=1)
-            task, actor = busy.pop(done)
+                running[actor.do.remote(task, self._data(task, read, stored))] = (task, actor)
+            (finished,), _ = self.ray.wait(list(running), num_returns=1)
+            task, actor = running.pop(finished)
             try:
-                records = self.ray.get(done)
+                records = self.ray.get(finished)
             except self.ray.exceptions.RayActorError as error:
                 waiting.append(task)
-                idle.append(self._replace(actor, task, lost, error))
+                idle.append(self._replace(actor, task, losses, error))
                 continue
             except self.ray.exceptions.RayTaskError as error:
                 cause = error.as_instanceof_cause()
@@ -114,22 +114,22 @@ class RayExecutor:
             for record in records:
                 yield task, record
 
-    def _data(self, task: Task, read: Callable[[int, int], bytes], held: dict[tuple[int, int], Any]) -> Any:
-        if task.kind == "trajectory":
+    def _data(self, task: T, read: Read, stored: dict[Hashable, Any]) -> Any:
+        key = task.data_key
+        if key is None:
             return None
-        at = (task.prompt, task.step)
-        if at not in held:
-            held[at] = self.ray.put(read(*at))
-        return held[at]
+        if key not in stored:
+            stored[key] = self.ray.put(read(key))
+        return stored[key]
 
-    def _replace(self, actor: Any, task: Task, lost: dict[Task, int], error: Exception) -> Any:
-        lost[task] = lost.get(task, 0) + 1
-        if lost[task] > PATIENCE:
+    def _replace(self, actor: Any, task: T, losses: dict[T, int], error: Exception) -> Any:
+        losses[task] = losses.get(task, 0) + 1
+        if losses[task] > PATIENCE:
             raise HeartError(
-                f"{task.names()[0]} lost {lost[task]} Ray workers in a row ({str(error).splitlines()[0]}): give workers "
-                "more memory, or calibrate without Ray"
+                f"{task.names()[0]} lost {losses[task]} Ray workers in a row ({str(error).splitlines()[0]}): give workers "
+                "more memory, or work without Ray"
             ) from error
-        logger.warning("A Ray worker was lost at %s; another takes over.", task.names()[0])
+        log.warning("A Ray worker was lost at %s; another takes over.", task.names()[0])
         new = self._start()
         self.actors = [new if a is actor else a for a in self.actors]
         return new
@@ -139,5 +139,5 @@ class RayExecutor:
         for actor in self.actors:
             self.ray.kill(actor)
         self.actors = []
-        if self._began:
+        if self._connected_here:
             self.ray.shutdown()

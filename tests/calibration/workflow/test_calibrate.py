@@ -130,7 +130,7 @@ def test_finished_work_is_not_done_again(finished, pipe, monkeypatch):
     def refuse(*_):
         raise AssertionError("work was done again")
 
-    monkeypatch.setattr(calibrate.Worker, "run", refuse)
+    monkeypatch.setattr(calibrate.CalibrationWorker, "run", refuse)
     assert calibrate.calibrate(pipe, settings("joint"), work) == made
 
 

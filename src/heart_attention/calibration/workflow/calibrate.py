@@ -8,12 +8,14 @@ measurements to thresholds), and here the whole, with its verification and the f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ...errors import HeartError
+from ...execution.executor import Executor, LocalExecutor
 from ...models import family_of
 from .. import experts, file
 from ..measure import draws, trajectory
@@ -23,7 +25,7 @@ from .plan import Contexts, draw_contexts, plan
 from .runner import Progress, Runner
 from .settings import Settings
 from .store import Store
-from .tasks import Executor, LocalExecutor, Worker
+from .tasks import CalibrationWorker, Task, set_up
 
 __all__ = ["Settings", "calibrate", "measure"]
 
@@ -85,14 +87,14 @@ def grid_of(transformer: Any, store: Store, contexts: Contexts) -> list[int] | N
 
 def _executor(
     pipe: Any, settings: Settings, ray: str | None, loader: Callable[[], Any] | None, workers: int | None = None
-) -> Executor:
+) -> Executor[Task]:
     if ray is None:
-        return LocalExecutor(Worker(pipe, settings.job()))
+        return LocalExecutor(CalibrationWorker(pipe, settings.job()))
     from ...execution.ray import RayExecutor
 
     if loader is None:
         raise HeartError("calibrating on Ray needs a loader, which makes the pipeline on each worker")
-    return RayExecutor(ray, loader, settings.job(), workers)
+    return RayExecutor(ray, functools.partial(set_up, loader, settings.job()), workers)
 
 
 def verification_of(

@@ -1,4 +1,4 @@
-"""Doing the work of a calibration: records that are there are taken, the rest is made by a crew, progress is told."""
+"""Doing the work of a calibration: records that are there are taken, the rest is made by an executor, progress is told."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Any
 
 import numpy as np
 
+from ...execution.executor import Executor
 from .plan import Contexts
 from .settings import Settings
 from .store import Store
-from .tasks import Executor, Task
+from .tasks import Task
 
 Progress = Callable[[str, int, int, float | None], None]
 Choice = tuple[tuple[int, ...], ...]  # the candidate of every head, by layer
 
 
 class Runner:
-    """Does tasks through a crew, with records as memory."""
+    """Does tasks through an executor, with records as memory."""
 
-    def __init__(self, store: Store, executor: Executor, progress: Progress | None):
+    def __init__(self, store: Store, executor: Executor[Task], progress: Progress | None):
         self.store, self.executor = store, executor
         self.progress = progress or (lambda *_: None)
+
+    def _read(self, key: tuple[int, int]) -> bytes:
+        return self.store.trajectories.read(*key)
 
     def trajectories(self, settings: Settings, contexts: Contexts) -> None:
         """Make sure that every context is on disk."""
@@ -34,7 +38,7 @@ class Runner:
             if not self.store.trajectories.has(p, steps)
         ]
         report = _Clock(self.progress, "trajectories", len(wanted), len(wanted) - len(tasks))
-        for task, (_, files) in self.executor.do(tasks, self.store.trajectories.read):
+        for task, (_, files) in self.executor.do(tasks, self._read):
             with self.store.writing():
                 self.store.trajectories.write(task.prompt, files)
             report.one()
@@ -46,7 +50,7 @@ class Runner:
         have = {n for n, value in known.items() if value is not None}
         left = [task.without(have) for task, group in zip(tasks, names) if not have.issuperset(group)]
         report = _Clock(self.progress, stage, len(known), len(have))
-        for _, (name, value) in self.executor.do(left, self.store.trajectories.read):
+        for _, (name, value) in self.executor.do(left, self._read):
             known[name] = self.store.put(name, value)
             report.one()
         return [[known[n] for n in group] for group in names]

@@ -1,26 +1,21 @@
-"""Pieces of calibration work and who does them: pure functions of (model, settings, task), here or elsewhere.
-
-A `Worker` holds the model and answers tasks; `Local` runs them one after the other, `ray.RayCrew` spreads them over
-machines. Either way the caller gets named records and stores them, so both give the same bytes.
-"""
+"""Pieces of calibration work and the worker that runs them: pure functions of (model, settings, task)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...errors import HeartError
+from ...execution.executor import Record, Worker
 from .. import experts
 from ..measure import gradient, probes, trajectory
 from ..measure import velocity_error as errors
 from ..measure.candidates import Spec
 from ..measure.replay import Replay
 from .store import digest
-
-Record = tuple[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,11 @@ class Task:
             return [f"{at}_l{layer:03d}" for layer, _ in self.wanted]
         return [f"{at}_{digest(self.choice)[:16]}"]
 
+    @property
+    def data_key(self) -> tuple[int, int] | None:
+        """The context that the task works on; a trajectory is made from nothing."""
+        return None if self.kind == "trajectory" else (self.prompt, self.step)
+
     def without(self, done: set[str]) -> Task:
         """What is left of the task when some records are there."""
         left = tuple(w for w, name in zip(self.wanted, self.names()) if name not in done)
@@ -66,8 +66,8 @@ class Job:
     transformer: str | None = None  # of a pipeline with two
 
 
-class Worker:
-    """A model and what is asked of it."""
+class CalibrationWorker(Worker[Task]):
+    """Runs calibration tasks on a pipeline's transformer."""
 
     def __init__(self, pipe: Any, job: Job):
         self.pipe, self.job = pipe, job
@@ -122,31 +122,9 @@ class Worker:
         return found
 
 
-class Executor(Protocol):
-    """Whoever does tasks."""
-
-    def do(self, tasks: Sequence[Task], read: Callable[[int, int], bytes]) -> Iterator[tuple[Task, Record]]:
-        """Do the tasks in any order; `read(prompt, step)` gives a context's bytes."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the model."""
-        ...
-
-
-class LocalExecutor:
-    """Does tasks in this process, in order."""
-
-    def __init__(self, worker: Worker):
-        self.worker = worker
-
-    def do(self, tasks: Sequence[Task], read: Callable[[int, int], bytes]) -> Iterator[tuple[Task, Record]]:
-        """See `Crew.do`."""
-        for task in tasks:
-            data = None if task.kind == "trajectory" else read(task.prompt, task.step)
-            for record in self.worker.run(task, data):
-                yield task, record
-
-    def close(self) -> None:
-        """See `Crew.close`."""
-        self.worker.close()
+def set_up(load: Callable[[], Any], job: Job) -> CalibrationWorker:
+    """A worker with a pipeline made by `load`; what a Ray worker calls."""
+    pipe = load()
+    if hasattr(pipe, "set_progress_bar_config"):
+        pipe.set_progress_bar_config(disable=True)
+    return CalibrationWorker(pipe, job)
