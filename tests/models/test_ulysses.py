@@ -11,6 +11,7 @@ import tiny_models as tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models_in_parallel import generate, parallel
 
 import heart_attention as heart
 from heart_attention import HeartError
@@ -23,26 +24,10 @@ from heart_attention.models.ulysses import _shares, balance, costs_of, deal_by_c
 SHIPPED = Path(heart.__file__).parent / "tiny" / "calibrations" / "xattention.heart.json"
 
 THRESHOLDS = [[0.5, 0.9, 1.0, 0.7], [0.8, 0.6, 0.95, 0.5]]  # [L, H]
-STEPS = 6
 
 
 def model():
     return tiny.wan(num_attention_heads=4)
-
-
-def inputs(step):
-    still, moving = tiny.wan_inputs(900.0), tiny.wan_inputs(900.0, seed=1)["hidden_states"]
-    shift = [0, 0, 0.01, 0.3, 0.31, 0.9][step]  # some steps drift little, some much
-    return {**still, "timestep": torch.tensor([900.0 - step]), "hidden_states": still["hidden_states"] + shift * moving}
-
-
-def generate(transformer):
-    outputs = []
-    for step in range(STEPS):
-        with transformer.cache_context("cond", step_index=step):
-            outputs.append(tiny.run(transformer, inputs(step)))
-    transformer._reset_stateful_cache()
-    return torch.stack(outputs)
 
 
 def config(**changes):
@@ -71,15 +56,6 @@ def calibration():
     return Calibration(
         thresholds=np.array(THRESHOLDS), backbone=backbone, candidates=candidates, E=tables, S=1 - tables
     )
-
-
-def parallel(transformer, cp_plan=None, **degrees):
-    """diffusers' own way in; it asks for an accelerator's index even on the CPU."""
-    from diffusers import ContextParallelConfig
-
-    torch.accelerator.device_count = lambda: 1
-    transformer.enable_parallelism(config=ContextParallelConfig(**degrees), cp_plan=cp_plan)
-    return transformer
 
 
 # Other families, and options for two ranks: the 13 text tokens of HunyuanVideo-1.5 do not divide by two.

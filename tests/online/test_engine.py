@@ -290,6 +290,21 @@ def test_prompts_of_different_lengths_in_one_batch():
         assert torch.equal(out, torch.cat([singles[0][i], singles[1][i]]))
 
 
+def test_prompts_of_different_lengths_that_run_dense_cost_one_dense_call():
+    texts = [Text(N - 10, 10 - i, i) for i in range(4)]
+    batches = []
+
+    def dense(q, k, v):
+        batches.append(q.shape[0])
+        return sdpa(q, k, v)
+
+    engine = Engine(config(force_sparse=False), 1, H, overheads=costs(100.0))
+    (qkv,) = trajectory(steps=1, batch=4)
+    out = engine.attend(at(0, text=texts), *qkv, dense)
+    assert torch.equal(out, sdpa(*qkv)) and batches == [4]
+    assert engine.stats()["calls"] == 4  # told for every item
+
+
 def test_guidance_branches_do_not_mix():
     cond, uncond = list(trajectory(5, seed=1)), list(trajectory(5, seed=2))
     together = Engine(config(), 1, H)

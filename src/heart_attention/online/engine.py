@@ -21,7 +21,7 @@ from .. import kernels, token_order
 from ..config import HeartConfig, threshold_table
 from ..errors import HeartError
 from ..masks import Packed, Text, combine
-from . import cost_model, reuse
+from . import agreement, cost_model, reuse
 from .call import CallContext, Dense, Handler
 from .stats import Recorder, Row, Stats, Timer
 
@@ -45,6 +45,7 @@ class LayerState:
     packed: Packed | None = None
     plan: Any = None
     density: Tensor | None = None  # float64 [B, H]
+    layer_density: float = 1.0  # mean over the heads of all ranks
     calls: int = 0
     refreshed: float = 0.0  # heads refreshed after the first call, as shares of all
     reason: str = ""  # why this layer runs dense at present
@@ -209,10 +210,13 @@ class Engine(Handler):
         self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer, dense: Dense, reason: str
     ) -> Tensor:
         out = dense(q, k, v)
+        self._note_dense(call, timer, reason)
+        return out
+
+    def _note_dense(self, call: CallContext, timer: Timer, reason: str) -> None:
         timer.lap("dense")
         step = call.step if call.step is not None else 0
         self.recorder.add(Row(call.transformer, call.layer, step, call.branch, timer, reason))
-        return out
 
     # ---------------------------------------- sparse
 
@@ -224,12 +228,15 @@ class Engine(Handler):
         if not texts or all(text == texts[0] for text in texts):
             return self._sparse_call(self._call(call, q, k, v, timer, texts[0] if texts else None))
         outs: list[Tensor] = []  # prompts of different lengths: one batch item after the other
+        whole: Tensor | None = None  # dense attention of the batch, computed once for all items that want it
         for i, text in enumerate(texts):
             at = dataclasses.replace(call, item=call.item + i, text=[text])
             part = self._call(at, q[i : i + 1], k[i : i + 1], v[i : i + 1], Timer(q.is_cuda), text)
             out, reason = self._sparse_call(part)
             if out is None:
-                out = self._dense(at, q, k, v, part.timer, dense, reason)[i : i + 1]
+                whole = dense(q, k, v) if whole is None else whole
+                out = whole[i : i + 1]
+                self._note_dense(at, part.timer, reason)
             outs.append(out)
         return torch.cat(outs), ""
 
@@ -245,16 +252,19 @@ class Engine(Handler):
             state.wait -= 1
             return None, state.reason
         if not state.calls:
-            reason = self._cannot_pay(request, state)
+            reason = self._for_layer(request, self._cannot_pay(request, state))
             if reason:
-                return None, self._postpone(state, request, reason)
+                return None, self._postpone(state, reason)
         self._decide(request, state)
         if bool(request.refresh.any()):  # type: ignore[union-attr]
             self._refresh(request, state)
         self._count(request, state)
-        reason = self._verdict(request, state)
+        reason = self._for_layer(request, self._verdict(request, state))
         if reason:
-            return None, reason
+            return None, self._postpone(state, reason)
+        state.patience = 1
+        if state.packed is None:
+            return None, "every threshold is 1"  # of the heads on this rank
         return self._run(request, state), ""
 
     def _state(self, request: Request) -> LayerState:
@@ -345,9 +355,17 @@ class Engine(Handler):
         return (combine.join(found) if found else None), index
 
     def _count(self, request: Request, state: LayerState) -> None:
+        """What the cost model asks of a layer: densities and refreshes over the heads of all ranks."""
         state.calls += 1
+        if self.config.force_sparse:
+            return
+        assert request.refresh is not None
+        heads = request.refresh.numel()
+        own = [heads if state.density is None else float(state.density.sum()), int(request.refresh.sum()), heads]
+        kept, refreshed, heads = agreement.over_ranks(request.call, request.q.device, own)
+        state.layer_density = kept / heads
         if state.calls > 1:
-            state.refreshed += float(request.refresh.float().mean())  # type: ignore[union-attr]
+            state.refreshed += refreshed / heads
 
     def _run(self, request: Request, state: LayerState) -> Tensor:
         """Plan if the mask is new, and compute. The output is laid out as diffusers reads it: [B, N, H, D]."""
@@ -378,21 +396,31 @@ class Engine(Handler):
 
     # ---------------------------------------- dense or sparse
 
+    def _for_layer(self, request: Request, reason: str) -> str:
+        """The reason, if any rank has one, why the layer runs dense. Forced, each rank is free: none leaves early."""
+        return reason if self.config.force_sparse else agreement.agreed(request.call, request.q.device, reason)
+
     def _verdict(self, request: Request, state: LayerState) -> str:
         """Why this layer runs dense although a mask was asked for; empty if sparse pays."""
-        if state.packed is None:
-            return "every threshold is 1"  # of the heads on this rank
-        if self._kernels[_kind(request.q, state.packed)] is None:
+        kernel = self._kernel(request, state)
+        if kernel is None:
             return "no kernel serves here"
-        costs = self._costs(request, state)
-        if costs is None:
+        if self.config.force_sparse:
             return ""
-        assert state.density is not None
-        density, rate = float(state.density.mean()), self._refresh_rate(state)
-        if costs.pays(tuple(request.q.shape), density, rate, state.backbone):
-            state.patience = 1
+        costs = self.overheads or cost_model.overheads(request.q, state.backbone, kernel)
+        shape, rate = agreement.layer_shape(request.call, request.q.shape), self._refresh_rate(state)
+        if costs.pays(shape, state.layer_density, rate, state.backbone):
             return ""
-        return self._postpone(state, request, "not worth it: the masks keep too much")
+        return "not worth it: the masks keep too much"
+
+    def _kernel(self, request: Request, state: LayerState) -> Any:
+        """The kernel for this layer's masks, or for any where all heads of this rank are dense; None if none serves."""
+        if state.packed is not None:
+            return self._kernels[_kind(request.q, state.packed)]
+        try:
+            return kernels.choose(None, request.q, self.config.kernel)
+        except HeartError:
+            return None
 
     def _cannot_pay(self, request: Request, state: LayerState) -> str:
         """Why not even a good mask would be quicker than dense; asked before anything is predicted."""
@@ -403,7 +431,7 @@ class Engine(Handler):
         except HeartError:
             return ""  # the verdict after prediction says why
         costs = self.overheads or cost_model.overheads(request.q, state.backbone, kernel)
-        shape, rate = tuple(request.q.shape), self._refresh_rate(state)
+        shape, rate = agreement.layer_shape(request.call, request.q.shape), self._refresh_rate(state)
         least = cost_model.least_density(state.backbone, request.q.shape[2])
         if not costs.pays(shape, least, rate, state.backbone):
             return "not worth it: too few tokens"
@@ -412,12 +440,6 @@ class Engine(Handler):
             return "not worth it: the first clustering would not be won back"
         return ""
 
-    def _costs(self, request: Request, state: LayerState) -> cost_model.Overheads | None:
-        if self.config.force_sparse:
-            return None
-        kernel = self._kernels[_kind(request.q, state.packed)]
-        return self.overheads or cost_model.overheads(request.q, state.backbone, kernel)
-
     def _refresh_rate(self, state: LayerState) -> float:
         """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at first."""
         if isinstance(self.config.reuse, reuse.Always):
@@ -425,11 +447,10 @@ class Engine(Handler):
         seen = max(state.calls - 1, 0)
         return (state.refreshed + 2 * EXPECTED_REFRESH) / (seen + 2)
 
-    def _postpone(self, state: LayerState, request: Request, reason: str) -> str:
-        """Run dense and look again later, less and less often. With heads on other ranks all must look together."""
+    def _postpone(self, state: LayerState, reason: str) -> str:
+        """Run dense and look again later, less and less often (all ranks alike, since they agreed)."""
         state.reason = reason
-        if request.call.all_reduce is None:
-            state.wait, state.patience = state.patience, min(2 * state.patience, 16)
+        state.wait, state.patience = state.patience, min(2 * state.patience, 16)
         return reason
 
     # ---------------------------------------- kernel and token order

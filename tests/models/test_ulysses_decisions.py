@@ -1,0 +1,99 @@
+"""Dense or sparse is decided once for a layer over all its ranks: nothing hangs, and all is as on one process.
+
+None of these runs forces sparse attention. A rank that waits for another in vain fails after `PATIENCE` seconds.
+"""
+
+import datetime
+import tempfile
+import time
+
+import pytest
+import tiny_models as tiny
+import torch
+from models_in_parallel import generate, parallel
+
+import heart_attention as heart
+from heart_attention.models.attachment import attach
+from heart_attention.online.cost_model import Line, Overheads
+from heart_attention.online.engine import Engine
+
+PATIENCE = 60
+HEADS = 3  # on two ranks: two and one
+FREE = Line(0.0, 0.0)
+
+
+def table(fixed=0.0, kernel=1.0):
+    """Costs in units of dense attention over one token pair; a head of the tiny model has 16,384."""
+    return Overheads(dense=Line(0.0, 1.0), kernel=Line(fixed, kernel), prediction=FREE, drift=FREE, start=FREE)
+
+
+# name: thresholds [L, H], the cost table of each rank (a lone process has the first), seconds that rank 1 is late
+CASES = {
+    "sparse pays for three heads but not for one": ([[0.5] * 3] * 2, [table(14_000)] * 2, 0.0),
+    "no rank can be quicker": ([[0.5] * 3] * 2, [table(kernel=9.0)] * 2, 0.0),
+    "masks of one rank keep too much": ([[0.99, 0.99, 0.1], [0.99, 0.99, 0.99]], [table(kernel=1.1)] * 2, 0.0),
+    "a rank whose heads are all dense": ([[1.0, 1.0, 0.5], [0.5, 0.5, 1.0]], [table()] * 2, 0.0),
+    "a rank that is late": ([[0.5] * 3] * 2, [table(14_000)] * 2, 0.2),
+    "one rank's table says no": ([[0.5] * 3] * 2, [table(kernel=9.0), table()], 0.0),
+    "the other rank's table says no": ([[0.5] * 3] * 2, [table(), table(kernel=9.0)], 0.0),
+}
+
+
+def config(thresholds):
+    return heart.HeartConfig(
+        heart.XAttention(stride=4, block=8), thresholds, heart.TMR(delta=1.3, gate=(0.3, 0.6)), dense_steps=1
+    )
+
+
+def run(name, rank=None):
+    """Outputs, and for each (layer, step) why it ran dense ("" for sparse), on one process or on a rank of two."""
+    thresholds, tables, late = CASES[name]
+    handler = Engine(config(thresholds), layers=2, heads=HEADS, overheads=tables[rank or 0])
+    attach(model := tiny.wan(num_attention_heads=HEADS), handler)
+    if rank is not None:
+        parallel(model, ulysses_degree=2, ulysses_anything=True)
+    if rank and late:
+        model.register_forward_pre_hook(lambda *_: time.sleep(late))
+    return generate(model), {(row.layer, row.step): row.reason for row in handler.recorder.rows}
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=PATIENCE)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=patience
+    )
+    torch.save({name: run(name, rank) for name in CASES}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (folder,), nprocs=2)
+        yield [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "table" not in name])
+def test_ranks_decide_as_one_process_does(results, name):
+    expected, reasons = run(name)
+    for outputs, theirs in (found[name] for found in results):
+        assert torch.allclose(outputs, expected, atol=1e-5)
+        alone = "every threshold is 1"  # of the heads on that rank: they are dense in a sparse layer too
+        assert {k: v for k, v in theirs.items() if v != alone} == {k: reasons[k] for k in theirs if theirs[k] != alone}
+        assert all(reasons[k] in ("", alone) for k, v in theirs.items() if v == alone)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "table" in name])
+def test_ranks_with_different_costs_agree_on_dense(results, name):
+    for outputs, reasons in (found[name] for found in results):
+        assert all(reasons.values())
+        assert torch.allclose(outputs, generate(tiny.wan(num_attention_heads=HEADS)), atol=1e-6)
+
+
+def test_the_cases_are_what_they_say(results):
+    """Sparse, dense, and both in one generation, so that agreement means something."""
+    kinds = {name: {bool(reason) for (_, step), reason in run(name)[1].items() if step} for name in CASES}
+    assert kinds["sparse pays for three heads but not for one"] == {False}
+    assert kinds["no rank can be quicker"] == {True}
+    assert kinds["masks of one rank keep too much"] == {False, True}
