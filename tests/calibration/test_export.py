@@ -130,6 +130,25 @@ def test_csv_round_trip(made, tmp_path):
     assert np.array_equal(table(tmp_path, export.to_csv(bare)).thresholds, made.thresholds)
 
 
+def test_points_of_several_kinds_go_to_csv_only():
+    points = [
+        {"backbone": BACKBONE, "threshold": 0.9, "rest": "drop", "order": [["raster", "4x4x4"]]},
+        {"backbone": {"name": "svg2"}, "threshold": 0.3, "rest": "mean", "order": "raster"},
+    ]
+    mixed = Calibration(
+        points=points, choice=[[[0, 1]], [[1, 1]]], E=np.ones((2, 1, 2, 2)), S=np.full((2, 1, 2, 2), 0.5),
+        phases={"sigmas": [0.5], "weights": [1, 2]},
+    )  # fmt: skip
+    rows = list(csv.DictReader(io.StringIO(export.to_csv(mixed))))
+    assert len(rows) == 8 and rows[2] == {
+        "phase": "0", "backbone": "xattention", "order": "4x4x4", "rest": "drop", "layer": "0", "head": "1",
+        "threshold": "0.9", "error": "1.0", "sparsity": "0.5", "chosen": "0",
+    }  # fmt: skip
+    for refused in (export.thresholds_json, lambda c: export.modelopt_block(c, ["a"])):
+        with pytest.raises(HeartError, match="several kinds or phases"):
+            refused(mixed)
+
+
 def test_a_measured_table_is_solved(made, tmp_path):
     rows = [row[:5] for row in csv.reader(io.StringIO(export.to_csv(made)))]  # without the column chosen
     back = table(tmp_path, "\n".join(",".join(row) for row in rows))

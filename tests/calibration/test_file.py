@@ -82,7 +82,7 @@ def test_save_and_load_give_the_same(tmp_path, wan):
     for name in ("thresholds", "candidates", "E", "S", "bands"):
         assert np.array_equal(getattr(one, name), getattr(two, name))
     assert two.save(tmp_path / "b.heart.json").read_bytes() == path.read_bytes()
-    assert json.loads(path.read_text())["schema"] == "heart-calibration/1"
+    assert json.loads(path.read_text())["schema"] == "heart-calibration/2"
 
 
 def test_bytes_depend_on_the_content_alone(tmp_path):
@@ -111,7 +111,7 @@ def test_any_tables_survive(layers, heads, count, seed, with_bands):
 def test_a_table_without_measurements(tmp_path):
     bare = Calibration([[0.9, 1.0]], {"name": "svg2"})
     assert Calibration.load(bare.save(tmp_path / "x.heart.json")) == bare
-    assert bare.sparsity is None and bare.choice is None
+    assert bare.sparsity is None and bare.choice.tolist() == [[0, 1]] and bare.candidates is None
     with pytest.raises(HeartError, match="nothing to solve"):
         bare.resolve(0.5)
 
@@ -142,30 +142,52 @@ def edited(change) -> dict:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(schema="heart-calibration/2"), "schema"),
+        (lambda d: d.update(schema="heart-calibration/3"), "schema"),
+        (lambda d: d.update(schema=["x"] * 1000), "schema"),
         (lambda d: d.pop("schema"), "no calibration"),
         (lambda d: d.update(colour="red"), "unknown fields"),
-        (lambda d: d.pop("thresholds"), "lacks thresholds"),
+        (lambda d: d.update(thresholds=[[0.9]]), "unknown fields"),
+        (lambda d: d.pop("points"), "lacks points"),
+        (lambda d: d.pop("choice"), "lacks choice"),
         (lambda d: d.update(method="magic"), "must be one of joint"),
-        (lambda d: d["thresholds"][0].pop(), "rectangular"),
-        (lambda d: d["thresholds"].pop(), "has shape"),
-        (lambda d: d.update(thresholds=[[]]), "has shape"),
-        (lambda d: d["thresholds"][0].__setitem__(0, 1.5), "runs from"),
-        (lambda d: d["thresholds"][0].__setitem__(0, 0), "must lie above 0"),
-        (lambda d: d["thresholds"][0].__setitem__(0, 0.87), "among its candidates"),
-        (lambda d: d["thresholds"][0].__setitem__(0, "0.9"), "rectangular table of numbers"),
-        (lambda d: d["thresholds"][0].__setitem__(0, None), "rectangular table of numbers"),
-        (lambda d: d.update(thresholds=[[True, True], [True, True], [True, True]]), "table of numbers"),
-        (lambda d: d["E"][0][0].__setitem__(0, -1e-9), "runs from"),
-        (lambda d: d["E"][0][0].__setitem__(0, 1e999), "not finite"),
-        (lambda d: d["S"][0][0].__setitem__(0, 1.0001), "runs from"),
-        (lambda d: d["S"][0].pop(), "rectangular"),
+        (lambda d: d["choice"][0][0].pop(), "rectangular"),
+        (lambda d: d["choice"][0].pop(), "has shape"),
+        (lambda d: d.update(choice=[[[]]]), "has shape"),
+        (lambda d: d["choice"][0][0].__setitem__(0, 3), "runs from"),
+        (lambda d: d["choice"][0][0].__setitem__(0, -1), "runs from"),
+        (lambda d: d["choice"][0][0].__setitem__(0, 0.5), "not whole"),
+        (lambda d: d["choice"][0][0].__setitem__(0, "0"), "rectangular table of numbers"),
+        (lambda d: d["choice"][0][0].__setitem__(0, None), "rectangular table of numbers"),
+        (lambda d: d.update(choice=[[[True, True], [True, True], [True, True]]]), "table of numbers"),
+        (lambda d: d.update(points=[]), "empty"),
+        (lambda d: d.update(points={"a": 1}), "no list"),
+        (lambda d: d["points"].append(3), "an operating point is an object"),
+        (lambda d: d["points"][0].pop("rest"), "an operating point is an object"),
+        (lambda d: d["points"][0].update(colour="red"), "an operating point is an object"),
+        (lambda d: d["points"][0].update(threshold=1.5), "runs from"),
+        (lambda d: d["points"][0].update(threshold=0), "must lie above 0"),
+        (lambda d: d["points"][0].update(threshold="0.9"), "table of numbers"),
+        (lambda d: d["points"][0].update(rest="forget"), "rest is 'forget'"),
+        (lambda d: d["points"][0].update(rest=[]), "rest is"),
+        (lambda d: d["points"][0].update(order="spiral"), "order is 'spiral'"),
+        (lambda d: d["points"][0].update(order=7), "order is 7"),
+        (lambda d: d["points"][0].update(backbone="xattention"), "backbone is str"),
+        (lambda d: d["points"][0].update(backbone={"stride": 16}), "no name"),
+        (lambda d: d["points"].append(d["points"][0]), "has shape"),
+        (lambda d: d["E"][0][0][0].__setitem__(0, -1e-9), "runs from"),
+        (lambda d: d["E"][0][0][0].__setitem__(0, 1e999), "not finite"),
+        (lambda d: d["S"][0][0][0].__setitem__(0, 1.0001), "runs from"),
+        (lambda d: d["S"][0][0].pop(), "rectangular"),
+        (lambda d: d["S"].append(d["S"][0]), "not for one phase"),
         (lambda d: d.pop("S"), "all of them or none"),
-        (lambda d: d["bands"][0][0][0].pop(), "rectangular"),
-        (lambda d: d.update(candidates=[0.9, 0.85, 0.95]), "must ascend"),
-        (lambda d: d.update(candidates=[0.9, 0.9, 0.95]), "must ascend"),
-        (lambda d: d.update(backbone="xattention"), "backbone is str"),
-        (lambda d: d.update(backbone={"stride": 16}), "no name"),
+        (lambda d: d.update(cost=d["S"][0]), "not for one phase"),
+        (lambda d: d["bands"][0][0][0][0].pop(), "rectangular"),
+        (lambda d: d.update(phases={"sigmas": [0.5]}), "sigmas and weights"),
+        (lambda d: d.update(phases={"sigmas": [0.5], "weights": [1.0]}), "has shape"),
+        (lambda d: d.update(phases=[1]), "phases is list"),
+        (lambda d: d["settings"].update(dense_steps="5"), "setting dense_steps is 5"),
+        (lambda d: d["settings"].update(grid=[1, 2]), "setting grid"),
+        (lambda d: d["settings"].update(order="spiral"), "order is 'spiral'"),
         (lambda d: d.update(steps=0), "steps is 0"),
         (lambda d: d.update(steps=2.5), "steps is 2.5"),
         (lambda d: d.update(frames=True), "frames is True"),
@@ -179,7 +201,7 @@ def edited(change) -> dict:
 def test_damaged_contents_are_refused(change, words):
     with pytest.raises(HeartError, match=words) as caught:
         Calibration.from_dict(edited(change))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "NaN", '{"schema": NaN}', "\x00", "[" * 100_000])
@@ -274,7 +296,8 @@ def test_fingerprint_knows_the_model(wan):
     assert (print_["layers"], print_["heads"], print_["head_dim"]) == (3, 2, 12)
     assert print_["class"] == "WanTransformer3DModel"
     torch.manual_seed(1)
-    assert file.fingerprint(WanTransformer3DModel(**WAN)) == print_  # values of weights do not count
+    other = file.fingerprint(WanTransformer3DModel(**WAN))
+    assert {k for k in print_ if other[k] != print_[k]} == {"values_digest"}
     assert file.fingerprint(WanTransformer3DModel(**{**WAN, "ffn_dim": 24})) != print_
 
 
@@ -311,6 +334,22 @@ def test_check_refuses_another_model_and_force_overrides(tmp_path, wan):
     made(None).check(other)  # nothing is known of its model: only the shape must fit
 
 
+def test_other_weights_warn_and_refuse_a_shipped_file(wan, caplog):
+    torch.manual_seed(5)
+    other = WanTransformer3DModel(**WAN)
+    made(wan).check(wan)
+    assert not caplog.records
+    made(wan).check(other)
+    assert "other weights" in caplog.text
+    with pytest.raises(HeartError, match="ships for the embedded model's own weights"):
+        made(wan, shipped=True).check(other)
+    unknown = {**file.fingerprint(wan), "values_digest": None}
+    caplog.clear()
+    made(model=None, **{}).check(other)
+    Calibration.from_dict({**json.loads(made(wan).to_bytes()), "model": unknown}, shipped=True).check(other)
+    assert not caplog.records  # nothing is known of the values: nothing is said
+
+
 def test_force_does_not_override_the_number_of_heads(wan):
     other = WanTransformer3DModel(**{**WAN, "num_layers": 2})
     with pytest.raises(HeartError, match="3 layers of 2 heads.*2 of 2"):
@@ -320,7 +359,7 @@ def test_force_does_not_override_the_number_of_heads(wan):
 def test_thresholds_and_fingerprint_must_fit(wan):
     data = json.loads(made(wan).to_bytes())
     data["model"]["layers"] = 4
-    with pytest.raises(HeartError, match="3×2 but its model has 4×2"):
+    with pytest.raises(HeartError, match="3×2 heads but its model has 4×2"):
         Calibration.from_dict(data)
 
 
@@ -378,12 +417,6 @@ def test_other_band_weights_need_no_new_probe():
         made(bands=None).reweighted((1, 1, 1, 1))
 
 
-def test_sparsity_of_another_size():
-    c = made()
-    new = c.with_sparsity(c.S * 0.5, height=720, width=1280).resolve("shared=0.9")
-    assert new.height == 720 and new.sparsity == pytest.approx(c.sparsity / 2, abs=0.05)
-
-
 def test_it_serves_as_the_thresholds_of_a_config(wan):
     from heart_attention.config import HeartConfig, threshold_table
 
@@ -437,6 +470,67 @@ def test_a_pipeline_tells_its_steps():
     with heart.enabled(pipe, heart.HeartConfig("xattention", thresholds=made(pipe.transformer))), torch.no_grad():
         pipe.transformer(torch.randn(1, 4, 2, 8, 8), torch.tensor([600]), torch.randn(1, 4, 8))
         assert "calibrated with 50 steps, used with 30" in str(heart.stats(pipe))
+
+
+# ---------------------------------------- points of several kinds, phases
+
+
+def mixed(phases=2) -> Calibration:
+    """Two backbones, two rests, two orders; the choice and all tables by phase."""
+    rng, shape = np.random.default_rng(1), (phases, 3, 2, 4)
+    x, s = XAttention().to_dict(), SVG2().to_dict()
+    points = [
+        {"backbone": x, "threshold": 0.9, "rest": "drop", "order": "raster"},
+        {"backbone": x, "threshold": 0.5, "rest": "drop", "order": "4x4x4"},
+        {"backbone": s, "threshold": 0.9, "rest": "drop", "order": "raster"},
+        {"backbone": s, "threshold": 0.3, "rest": "mean", "order": "raster"},
+    ]
+    choice, E, S, cost = rng.integers(0, 4, shape[:3]), rng.random(shape), rng.random(shape), rng.random(shape)
+    if phases == 1:
+        choice, E, S, cost = choice[0], E[0], S[0], cost[0]
+    known = {"sigmas": [0.5 / 2**p for p in range(phases - 1)], "weights": [1.0] * phases} if phases > 1 else {}
+    return Calibration(points=points, choice=choice, E=E, S=S, cost=cost, phases=known)
+
+
+@pytest.mark.parametrize("phases", [1, 2, 4])
+def test_points_of_several_kinds_survive(tmp_path, phases):
+    one = mixed(phases)
+    again = Calibration.load(one.save(tmp_path / "a.heart.json"))
+    assert again == one and again.phase_count == phases and not again.simple
+    assert again.backbone is None and again.candidates is None and again.rest is None
+    assert again.backbone_names == "xattention+svg2" and (again.layers, again.heads) == (3, 2)
+    assert np.array_equal(again.thresholds, np.array([0.9, 0.5, 0.9, 0.3])[one.choice])
+    assert again.sparsity == pytest.approx(np.take_along_axis(one.S, one.choice[..., None], -1).mean())
+    assert json.loads(one.to_bytes())["choice"] == one.choice.reshape(phases, 3, 2).tolist()
+
+
+def test_phases_must_fit_their_tables():
+    data = json.loads(mixed(3).to_bytes())
+    for change, words in (
+        (lambda d: d.pop("phases"), "sigmas and weights"),
+        (lambda d: d["phases"].update(sigmas=[0.2, 0.5]), "must descend"),
+        (lambda d: d["phases"].update(sigmas=[0.5]), "has shape"),
+        (lambda d: d["phases"].update(weights=[1, 1, -1]), "runs from"),
+        (lambda d: d["E"].pop(), "has shape"),
+        (lambda d: d["choice"].pop(), "has shape"),
+    ):
+        harmed = copy.deepcopy(data)
+        change(harmed)
+        with pytest.raises(HeartError, match=words):
+            Calibration.from_dict(harmed)
+
+
+def test_one_backbone_in_points_is_the_simple_form():
+    simple = made()
+    again = Calibration(points=simple.points, choice=simple.choice, E=simple.E, S=simple.S)
+    assert again.simple and again.backbone == simple.backbone and again.rest == "drop"
+    assert np.array_equal(again.thresholds, simple.thresholds)
+    assert np.array_equal(again.candidates, simple.candidates)
+
+
+def test_another_rest_is_told():
+    (told,) = made().warnings_for(rest="mean")
+    assert "rest 'drop', used with 'mean'" in told and made().warnings_for(rest="drop") == []
 
 
 def test_non_finite_python_values_are_refused_too():

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
+from .. import __version__, backbones
 from ..errors import HeartError
 from ..files import read_json, write_atomic
 from .file import LIMIT, Calibration
@@ -61,6 +61,7 @@ def modelopt_block(calibration: Calibration, names: Sequence[str] | None = None)
     names = list(names) if names is not None else layer_names(calibration)
     if len(names) != calibration.layers:
         raise HeartError(f"there are {len(names)} layer names for {calibration.layers} layers")
+    _refuse_mixed(calibration, "a sparse_attention_config block")
     settings = {k: v for k, v in calibration.backbone.items() if k != "name"}
     groups = {
         f"group_{i}": {
@@ -92,10 +93,12 @@ def from_modelopt(block: Any) -> Calibration:
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise HeartError(f"the {KEY} block has no config_groups")
     algos = {g.get("sparse_algo") for g in groups.values()}
-    if len(algos) != 1 or not algos <= {"xattention", "svg2"}:
+    if len(algos) != 1:
         raise HeartError(
-            f"the {KEY} block is for {', '.join(sorted(map(str, algos)))}: HEART reads 'xattention' or 'svg2' blocks"
+            f"the {KEY} block has groups of {', '.join(sorted(map(str, algos)))}: HEART reads blocks of one backbone"
         )
+    (name,) = algos
+    backbones.from_dict({"name": name})  # an unknown name is refused
     try:
         ordered = [groups[f"group_{i}"] for i in range(len(groups))]
     except KeyError as error:
@@ -103,7 +106,7 @@ def from_modelopt(block: Any) -> Calibration:
     rest = {k: v for k, v in ordered[0].items() if k not in ("sparse_algo", "targets", "threshold")}
     return Calibration(
         thresholds=[g.get("threshold") for g in ordered],
-        backbone={"name": algos.pop(), **rest},
+        backbone={"name": name, **rest},
         method="imported",
         extra={"imported": {"format": "modelopt", "layers": [str(g.get("targets")) for g in ordered]}},
     )
@@ -112,21 +115,52 @@ def from_modelopt(block: Any) -> Calibration:
 # ---------------------------------------- tables
 
 
+def thresholds_json(calibration: Calibration) -> str:
+    """The thresholds alone, {"thresholds": [[τ, …], …]}."""
+    _refuse_mixed(calibration, "a table of thresholds")
+    return json.dumps({"thresholds": calibration.thresholds.tolist()}) + "\n"
+
+
+def _refuse_mixed(calibration: Calibration, form: str) -> None:
+    if not calibration.simple:
+        raise HeartError(
+            f"this calibration has operating points of several kinds or phases, which {form} cannot hold: export csv"
+        )
+
+
 def to_csv(calibration: Calibration) -> str:
-    """A row a head, `layer,head,threshold`; with tables a row a candidate, `…,error,sparsity,chosen`."""
+    """A row a head, `layer,head,threshold`; with tables a row a candidate, `…,error,sparsity,chosen`.
+
+    Points of several kinds or phases are told in further columns in front: phase, backbone, order, rest.
+    """
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n").writerow
-    tables = calibration.E is not None
-    write(["layer", "head", "threshold", *(["error", "sparsity", "chosen"] if tables else [])])
-    for layer, head in np.ndindex(*calibration.thresholds.shape):
-        chosen = float(calibration.thresholds[layer, head])
-        if not tables:
-            write([layer, head, repr(chosen)])
-            continue
-        for k, tau in enumerate(calibration.candidates.tolist()):
-            error, sparsity = float(calibration.E[layer, head, k]), float(calibration.S[layer, head, k])
-            write([layer, head, repr(tau), repr(error), repr(sparsity), int(tau == chosen)])
+    tables, simple = calibration.E is not None, calibration.simple
+    write(
+        [
+            *([] if simple else ["phase", "backbone", "order", "rest"]),
+            *["layer", "head", "threshold"],
+            *(["error", "sparsity", "chosen"] if tables else []),
+        ]
+    )
+    for place in np.ndindex(*calibration.choice.shape):
+        chosen = int(calibration.choice[place])
+        for k in range(len(calibration.points)) if tables else [chosen]:
+            point, (*phase, layer, head) = calibration.points[k], place
+            kind = (
+                []
+                if simple
+                else [*(phase or [0]), point["backbone"]["name"], _order_at(point, layer, head), point["rest"]]
+            )
+            figures = [repr(float(table[place][k])) for table in (calibration.E, calibration.S)] if tables else []
+            last = [int(k == chosen)] if tables else []
+            write([*kind, layer, head, repr(point["threshold"]), *figures, *last])
     return out.getvalue()
+
+
+def _order_at(point: dict[str, Any], layer: int, head: int) -> str:
+    order = point["order"]
+    return order if isinstance(order, str) else order[layer][head]
 
 
 def read_table(path: str | os.PathLike, backbone: dict[str, Any], budget: Any = "shared=0.9") -> Calibration:

@@ -1,18 +1,19 @@
-"""Calibration files, `*.heart.json`: thresholds of all heads with everything they were made from.
+"""Calibration files, `*.heart.json`: the operating point of every head with everything it was made from.
 
 Plain JSON, never pickle. Saving is atomic and the bytes depend on the content alone. Loading is strict: an
-unknown schema or field, a number that is not finite or out of range, or tables that do not fit together are
+unknown version or field, a number that is not finite or out of range, or tables that do not fit together are
 refused with one sentence. A file is bound to its model by a fingerprint, which `check` compares.
+
+Version 2 has a list of operating points, the `choice` of every head [phases][layers][heads] and tables by point;
+version 1 (thresholds of one backbone) is migrated on loading.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import logging
 import math
 import os
-import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,109 +24,47 @@ import numpy as np
 from .. import token_order
 from ..errors import HeartError
 from ..files import read_json, write_atomic
+from . import values
+from .fingerprint import check_fingerprint, differences, fingerprint, other_values, prompts_hash, versions
 from .measure.velocity_error import check_weights
+from .migration import SCHEMA, migrated
 from .solve.solver import Budget, solve_budget
 
-SCHEMA = "heart-calibration/1"
+__all__ = ["Calibration", "fingerprint", "prompts_hash", "versions"]
+
+log = logging.getLogger(__name__)
+
 LIMIT = 256 << 20  # bytes; 1,600 heads × 100 candidates with band energies take about 25 MB
 METHODS = ("joint", "isolated", "probes", "imported")
-_FINGERPRINT = {
-    "class": str,
-    "config_hash": str,
-    "layers": int,
-    "heads": int,
-    "head_dim": int,
-    "weights_digest": str,
-}
-_NOT_THE_MODEL = ("sparse_attention_config", "quantization_config")  # may be added to a config without changing it
-_ADDED = re.compile(r"(^|\.)(lora_|to_qkv|to_kv|to_added_qkv)")  # weights that LoRA and fused projections add
-
-
-# ---------------------------------------- the model's fingerprint
-
-
-def fingerprint(transformer: Any) -> dict[str, Any]:
-    """What makes this model this model: class, config, attention layers, heads, head size and weight shapes.
-
-    LoRA, fused projections, quantisation, offload and compilation leave it as it is; weights' values do not
-    count.
-    """
-    from ..models import inspect
-
-    transformer = inspect.unwrapped(transformer)
-    layers, heads = inspect.layers_and_heads(transformer)
-    return {
-        "class": _public_class(transformer),
-        "config_hash": _sha(_plain_config(transformer.config)),
-        "layers": layers,
-        "heads": heads,
-        "head_dim": inspect.head_size(transformer),
-        "weights_digest": _sha(sorted(_weight_shapes(transformer))),
-    }
-
-
-def _public_class(transformer: Any) -> str:
-    """The diffusers class; hooks and quantisers may have put a subclass of their own on top."""
-    for cls in type(transformer).__mro__:
-        if cls.__module__.startswith("diffusers."):
-            return cls.__name__
-    return type(transformer).__name__
-
-
-def _plain_config(config: Any) -> dict[str, Any]:
-    return {k: v for k, v in dict(config).items() if not k.startswith("_") and k not in _NOT_THE_MODEL}
-
-
-def _weight_shapes(transformer: Any) -> list[list[Any]]:
-    found = []
-    for name, weight in transformer.named_parameters():
-        if not _ADDED.search(name):
-            packed = getattr(weight, "quant_state", None)  # 4-bit weights are stored in another shape
-            shape = getattr(packed, "shape", None) or weight.shape
-            found.append([name.replace(".base_layer.", ".").replace("_orig_mod.", ""), [int(n) for n in shape]])
-    return found
-
-
-def _sha(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def prompts_hash(prompts: Sequence[str]) -> str:
-    """SHA-256 over the prompts in their order."""
-    return _sha(list(prompts))
-
-
-def versions() -> dict[str, str]:
-    """Versions of what has a say in the figures."""
-    import diffusers
-    import torch
-
-    from .. import __version__
-
-    return {
-        "heart_attention": __version__,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
-# ---------------------------------------- the calibration
+PACKAGE = Path(__file__).resolve().parents[1]
+_INCOMPLETE = "the calibration has some of candidates, E and S: it needs all of them or none"
+_OBJECTS = ("error", "solver", "verification", "prompts", "versions", "extra")
+_DERIVED = ("thresholds", "backbone", "candidates")  # not saved: points and choice say the same
+_NOT_SAVED = (*_DERIVED, "forced", "shipped")
+_BY_PHASE = (
+    "choice",
+    "E",
+    "S",
+    "cost",
+    "bands",
+)  # have an axis of phases in a file, and in memory if there are several
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Thresholds [L, H] of a model's heads, and how they came about.
+    """The operating point of every head of a model, and how the choice came about.
+
+    The simple case, thresholds of one backbone, is made from `thresholds`, `backbone` and `candidates`; the general
+    one from `points` and `choice`, and then the former are derived. With several phases all tables have one axis more,
+    the phases, in front.
 
     Args:
         thresholds: top-p thresholds, [layers, heads], in (0, 1]; 1 means dense.
-        backbone: the backbone's `to_dict()`: name and settings.
+        backbone: the backbone's `to_dict()`, name and settings; None where points have several.
         method: "joint", "isolated", "probes", or "imported" (a table from elsewhere).
         model: `fingerprint(transformer)`; None if the table came without one.
-        candidates: the thresholds that were measured, [K], ascending.
-        E, S: error and realised sparsity of every head and candidate, [L, H, K].
+        candidates: the thresholds that were measured, [K], ascending; None without tables or with several backbones.
+        E, S: error and realised sparsity of every head and point, [L, H, K].
         bands: unweighted relative band energies (LL, LH, HL, HH), [L, H, K, 4].
         error: name and settings of the error measure.
         solver: `solver.Result.to_dict()`, with what the method adds.
@@ -134,11 +73,16 @@ class Calibration:
         scheduler: class name.  prompts: {"count", "hash"}.  seed: of all draws.  versions: of the libraries.
         settings: the rest of the plan (guidance, strata, velocity, order, dense steps …).
         extra: further measurements (null probes, search history …).
+        points: operating points as plain JSON, each {"backbone", "threshold", "rest", "order"}.
+        choice: index of every head's point, [L, H].
+        cost: computed keys (kept and approximated) of every head and point as a share of all, [L, H, K].
+        phases: {"sigmas": boundaries by noise level, descending, "weights": of each phase's error}; empty for one phase.
         forced: not saved; set by `load(force=True)`, then `check` passes a foreign fingerprint.
+        shipped: not saved; set for files of this package, whose weights must be the very ones.
     """
 
-    thresholds: Any
-    backbone: dict[str, Any]
+    thresholds: Any = None
+    backbone: Any = None
     method: str = "imported"
     model: dict[str, Any] | None = None
     candidates: Any = None
@@ -158,65 +102,148 @@ class Calibration:
     versions: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    points: Any = None
+    choice: Any = None
+    cost: Any = None
+    phases: dict[str, Any] = field(default_factory=dict)
     forced: bool = False
+    shipped: bool = False
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        put("thresholds", _array(self.thresholds, "thresholds", 2, 0.0, 1.0, open_low=True))
+        self._put("settings", values.settings(self.settings))
+        if self.points is None:
+            self._points_from_thresholds()
+        else:
+            self._thresholds_from_points()
         if self.method not in METHODS:
             raise HeartError(f"the calibration's method is {self.method!r}: it must be one of {', '.join(METHODS)}")
-        put("model", _check_fingerprint(self.model, self.thresholds.shape))
-        self._check_tables(put)
-        for name in ("backbone", "error", "solver", "verification", "prompts", "versions", "settings", "extra"):
-            put(name, _plain(getattr(self, name), name, kind=dict))
-        if not isinstance(self.backbone.get("name"), str):
-            raise HeartError("the calibration's backbone has no name")
+        self._put("model", check_fingerprint(self.model, (self.layers, self.heads)))
+        self._check_tables()
+        self._check_phases()
+        for name in _OBJECTS:
+            self._put(name, values.plain(getattr(self, name), name, dict))
         for name in ("height", "width", "frames", "steps"):
-            _check_int(getattr(self, name), name, 1, 1_000_000)
-        _check_int(self.seed, "seed", 0, (1 << 64) - 1)
+            values.check_int(getattr(self, name), name, 1, 1_000_000)
+        values.check_int(self.seed, "seed", 0, (1 << 64) - 1)
         if not isinstance(self.scheduler, str | None):
             raise HeartError(f"the calibration's scheduler is {self.scheduler!r}: it must be a class name")
 
-    def _check_tables(self, put: Any) -> None:
-        given = [self.candidates is not None, self.E is not None, self.S is not None]
-        if not any(given) and self.bands is None:
-            return
-        if not all(given):
-            raise HeartError("the calibration has some of candidates, E and S: it needs all of them or none")
-        put("candidates", _array(self.candidates, "candidates", 1, 0.0, 1.0, open_low=True))
-        if (np.diff(self.candidates) <= 0).any():
-            raise HeartError(f"the calibration's candidates must ascend, not {self.candidates.tolist()[:20]}")
-        shape = (*self.thresholds.shape, len(self.candidates))
-        put("E", _array(self.E, "E", 3, 0.0, math.inf, shape=shape))
-        put("S", _array(self.S, "S", 3, 0.0, 1.0, shape=shape))
-        if self.bands is not None:
-            put("bands", _array(self.bands, "bands", 4, 0.0, math.inf, shape=(*shape, 4)))
-        if not np.isin(self.thresholds, self.candidates).all():
-            raise HeartError("the calibration's thresholds are not all among its candidates")
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
-    # ------------------------------ what is in it
+    # ---------------------------------------- points and thresholds
+
+    def _points_from_thresholds(self) -> None:
+        """The simple form: one backbone, one order, one phase."""
+        self._put("thresholds", values.array(self.thresholds, "thresholds", 2, 0.0, 1.0, open_low=True))
+        self._put("backbone", values.backbone(self.backbone))
+        taus = np.unique(self.thresholds)
+        if self.candidates is None and not (self.E is None and self.S is None):
+            raise HeartError(_INCOMPLETE)
+        if self.candidates is not None:
+            taus = values.array(self.candidates, "candidates", 1, 0.0, 1.0, open_low=True)
+            if (np.diff(taus) <= 0).any():
+                raise HeartError(f"the calibration's candidates must ascend, not {taus.tolist()[:20]}")
+            if not np.isin(self.thresholds, taus).all():
+                raise HeartError("the calibration's thresholds are not all among its candidates")
+            self._put("candidates", taus)
+        shared = {"rest": "drop", "order": self.settings.get("order", token_order.RASTER)}
+        points = tuple({"backbone": self.backbone, "threshold": float(t), **shared} for t in taus)
+        self._put("points", points)
+        self._put("choice", np.searchsorted(taus, self.thresholds))
+
+    def _thresholds_from_points(self) -> None:
+        if not isinstance(self.points, list | tuple) or not self.points:
+            raise HeartError("the calibration's points are no list, or an empty one: it needs operating points")
+        points = tuple(map(values.point, self.points))
+        choice = values.indices(self.choice, "choice", (2, 3), len(points))
+        taus = np.array([point["threshold"] for point in points])
+        alike = all(_shared(points, name) for name in ("backbone", "rest", "order"))
+        simple = alike and bool((np.diff(taus) > 0).all())
+        self._put("points", points)
+        self._put("choice", choice)
+        self._put("thresholds", values.array(taus[choice], "thresholds", choice.ndim, 0.0, 1.0))
+        self._put("backbone", points[0]["backbone"] if _shared(points, "backbone") else None)
+        self._put("candidates", taus if simple and self.E is not None else None)
+
+    def _check_tables(self) -> None:
+        tables = [self.E, self.S, self.bands, self.cost]
+        if self.candidates is None and all(table is None for table in tables):
+            return
+        if self.E is None or self.S is None:
+            raise HeartError(_INCOMPLETE)
+        shape = (*self.choice.shape, len(self.points))
+        self._put("E", values.array(self.E, "E", len(shape), 0.0, math.inf, shape=shape))
+        self._put("S", values.array(self.S, "S", len(shape), 0.0, 1.0, shape=shape))
+        if self.cost is not None:
+            self._put("cost", values.array(self.cost, "cost", len(shape), 0.0, 2.0, shape=shape))
+        if self.bands is not None:
+            self._put("bands", values.array(self.bands, "bands", len(shape) + 1, 0.0, math.inf, shape=(*shape, 4)))
+
+    def _check_phases(self) -> None:
+        count = self.phase_count
+        self._put("phases", values.plain(self.phases, "phases", dict))
+        if count == 1 and not self.phases:
+            return
+        if set(self.phases) != {"sigmas", "weights"}:
+            raise HeartError("the calibration's phases are an object with sigmas and weights")
+        values.array(self.phases["weights"], "weights of phases", 1, 0.0, math.inf, shape=(count,))
+        if count == 1 and self.phases["sigmas"] == []:
+            return
+        sigmas = values.array(self.phases["sigmas"], "sigmas", 1, 0.0, math.inf, open_low=True, shape=(count - 1,))
+        if (np.diff(sigmas) >= 0).any():
+            raise HeartError(f"the calibration's sigmas must descend, not {sigmas.tolist()[:20]}")
+
+    # ---------------------------------------- what is in it
 
     @property
     def layers(self) -> int:
-        """Attention layers."""
-        return self.thresholds.shape[0]
+        """The number of attention layers."""
+        return self.choice.shape[-2]
 
     @property
     def heads(self) -> int:
-        """Heads of a layer."""
-        return self.thresholds.shape[1]
+        """The number of heads of a layer."""
+        return self.choice.shape[-1]
 
     @property
-    def choice(self) -> np.ndarray | None:
-        """Index of each head's candidate, [L, H]; None without tables."""
-        return None if self.candidates is None else np.searchsorted(self.candidates, self.thresholds)
+    def phase_count(self) -> int:
+        """The number of phases."""
+        return 1 if self.choice.ndim == 2 else self.choice.shape[0]
+
+    @property
+    def simple(self) -> bool:
+        """Whether one backbone, token order and rest serve all heads in one phase: a config's simple form."""
+        return self.phase_count == 1 and all(_shared(self.points, name) for name in ("backbone", "rest", "order"))
+
+    @property
+    def rest(self) -> str | None:
+        """What becomes of the rest; None where points differ in it."""
+        rests = {point["rest"] for point in self.points}
+        return rests.pop() if len(rests) == 1 else None
 
     @property
     def sparsity(self) -> float | None:
-        """Mean sparsity of the thresholds by the table."""
+        """Mean sparsity of the choice by the table."""
+        return self._mean(self.S)
+
+    @property
+    def density_cost(self) -> float | None:
+        """Mean share of computed keys of the choice by the table."""
+        return self._mean(self.cost)
+
+    def head_costs(self) -> list[list[float]] | None:
+        """What each head computes [L, H], as a share of dense and a mean over phases; None where nothing was measured."""
         if self.S is None:
             return None
-        return math.fsum(np.take_along_axis(self.S, self.choice[..., None], 2).ravel()) / self.thresholds.size
+        table = 1 - self.S if self.cost is None else self.cost
+        chosen = np.take_along_axis(table, self.choice[..., None], -1)[..., 0]
+        return (chosen if chosen.ndim == 2 else chosen.mean(0)).tolist()
+
+    def _mean(self, table: np.ndarray | None) -> float | None:
+        if table is None:
+            return None
+        return math.fsum(np.take_along_axis(table, self.choice[..., None], -1).ravel()) / self.choice.size
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Calibration) and self.to_bytes() == other.to_bytes()
@@ -227,20 +254,32 @@ class Calibration:
     def __repr__(self) -> str:
         name = self.model["class"] if self.model else "unknown model"
         return (
-            f"Calibration({name}, {self.backbone['name']}, {self.layers}×{self.heads} heads, {self.method}, "
+            f"Calibration({name}, {self.backbone_names}, {self.layers}×{self.heads} heads, {self.method}, "
             f"mean τ {self.thresholds.mean():.4f})"
         )
 
-    # ------------------------------ in and out
+    @property
+    def backbone_names(self) -> str:
+        """Names of the backbones that heads may take, joined by "+"."""
+        return "+".join(dict.fromkeys(point["backbone"]["name"] for point in self.points))
+
+    # ---------------------------------------- in and out
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; absent parts are left out."""
+        """The calibration as plain JSON types; absent parts are left out."""
         out: dict[str, Any] = {"schema": SCHEMA}
+        out |= {"points": list(self.points), "choice": self._saved("choice")}
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "forced" and value is not None:
-                out[f.name] = value.tolist() if isinstance(value, np.ndarray) else value
+            value = self._saved(f.name)
+            if f.name not in (*_NOT_SAVED, *out) and value is not None and not (f.name == "phases" and not value):
+                out[f.name] = value
         return out
+
+    def _saved(self, name: str) -> Any:
+        value = getattr(self, name)
+        if not isinstance(value, np.ndarray):
+            return value
+        return [value.tolist()] if name in _BY_PHASE and self.choice.ndim == 2 else value.tolist()
 
     def to_bytes(self) -> bytes:
         """The file's bytes: equal for equal content; a layer of a table is a line."""
@@ -251,50 +290,56 @@ class Calibration:
         return write_atomic(path, self.to_bytes())
 
     @classmethod
-    def from_dict(cls, data: Any, force: bool = False) -> Calibration:
-        """From what `to_dict` gave; whatever is unknown or does not fit is refused."""
-        if not isinstance(data, dict) or "schema" not in data:
-            raise HeartError("this is no calibration: it must be a JSON object with a schema")
-        if data["schema"] != SCHEMA:
-            raise HeartError(
-                f"the calibration's schema is {data['schema']!r}, this HEART reads {SCHEMA!r}: make it anew"
-            )
-        known = {f.name for f in fields(cls)} - {"forced"}
+    def from_dict(cls, data: Any, force: bool = False, shipped: bool = False) -> Calibration:
+        """A calibration from what `to_dict` gave; whatever is unknown or does not fit is refused."""
+        data = migrated(data)
+        known = {f.name for f in fields(cls)} - set(_NOT_SAVED)
         if unknown := sorted(set(data) - known - {"schema"}):
             raise HeartError(f"the calibration has unknown fields {unknown[:5]}: it is damaged or of another version")
-        if missing := sorted({"thresholds", "backbone", "method"} - set(data)):
+        if missing := sorted({"points", "choice", "method"} - set(data)):
             raise HeartError(f"the calibration lacks {', '.join(missing)}: it is damaged")
-        return cls(**{k: v for k, v in data.items() if k != "schema"}, forced=force)
+        given = {k: v for k, v in data.items() if k != "schema"}
+        return cls(**_without_phase(given), forced=force, shipped=shipped)
 
     @classmethod
     def load(cls, path: str | os.PathLike, transformer: Any = None, force: bool = False) -> Calibration:
         """Read a file strictly; with a transformer its fingerprint is checked. `force` overrides only that."""
+        shipped = PACKAGE in Path(path).resolve().parents
         try:
-            made = cls.from_dict(read_json(path, LIMIT), force)
+            calibration = cls.from_dict(read_json(path, LIMIT), force, shipped)
         except HeartError as error:
             named = str(error).startswith(("there is no file", str(path)))
             raise error if named else HeartError(f"{path}: {error}") from None
         if transformer is not None:
-            made.check(transformer, force)
-        return made
+            calibration.check(transformer, force)
+        return calibration
 
-    # ------------------------------ does it fit?
+    # ---------------------------------------- does it fit?
 
     def check(self, transformer: Any, force: bool = False) -> None:
-        """Raise unless this was made for this model; `force` (here or at `load`) passes what has as many heads."""
+        """Raise unless this was made for this model; `force` (here or at `load`) passes what has as many heads.
+
+        Other values of the weights (a fine-tune, say) are a warning, and an error for a file that ships with HEART.
+        """
         here = fingerprint(transformer)
-        if (here["layers"], here["heads"]) != self.thresholds.shape:
+        if (here["layers"], here["heads"]) != (self.layers, self.heads):
             raise HeartError(
                 f"the calibration is for {self.layers} layers of {self.heads} heads but this {here['class']} has "
                 f"{here['layers']} of {here['heads']}: calibrate this model"
             )
         if self.model is None or force or self.forced:
             return
-        if different := [name for name in _FINGERPRINT if self.model[name] != here[name]]:
-            told = ", ".join(f"{n.replace('_', ' ')} {_short(self.model[n])} ≠ {_short(here[n])}" for n in different)
+        if told := differences(self.model, here):
             raise HeartError(
                 f"the calibration was made for another model ({told}): calibrate this one, or load it with force=True"
             )
+        if other_values(self.model, here):
+            if self.shipped:
+                raise HeartError(
+                    "this calibration ships for the embedded model's own weights and this model has others: "
+                    "calibrate it with heart calibrate"
+                )
+            log.warning("The calibration was made for other weights of this model: calibrate again for exact figures.")
 
     def warnings_for(
         self,
@@ -305,148 +350,118 @@ class Calibration:
         grid: Sequence[int] | None = None,
         order: Any = None,
         backbone: dict[str, Any] | None = None,
+        rest: str | None = None,
     ) -> list[str]:
         """What differs from the generations this was measured on, one sentence each; empty if nothing does.
 
         The size is told in pixels, or by `grid`, the video tokens (frames, rows, columns) a transformer sees.
         """
-        out = []
-        size, mine = (height, width, frames), (self.height, self.width, self.frames)
+        return [
+            *self._size_differences((height, width, frames), grid),
+            *self._step_differences(steps),
+            *self._point_differences(order, backbone, rest),
+        ]
+
+    def _size_differences(self, size: Sequence[int | None], grid: Sequence[int] | None) -> list[str]:
+        told, mine = [], (self.height, self.width, self.frames)
         carries = (
             "thresholds carry over, but the sparsity they give changes: calibrate at this size for an exact budget"
         )
         if any(a is not None and b is not None and a != b for a, b in zip(size, mine)):
             now = [b if a is None else a for a, b in zip(size, mine)]
-            out.append(f"calibrated at {_size(*mine)}, used at {_size(*now)}: {carries}")
+            told.append(f"calibrated at {_size(*mine)}, used at {_size(*now)}: {carries}")
         measured = self.settings.get("grid")
-        if grid is not None and isinstance(measured, list) and list(grid) != measured:
-            was, now = ("×".join(map(str, g)) for g in (measured, grid))
-            at = f" ({_size(*mine)})" if self.height else ""
-            out.append(f"calibrated at {was} video tokens{at}, used at {now}: {carries}")
-        if steps is not None and self.steps is not None and steps != self.steps:
-            out.append(
-                f"calibrated with {self.steps} steps, used with {steps}: thresholds carry over, errors were "
-                "measured on the other schedule"
-            )
-        was = self.settings.get("order")
-        if order is not None and was is not None and token_order.read(order) != token_order.read(was):
-            then, now = (o if isinstance(o, str) else "one for every head" for o in (was, order))
-            out.append(
+        if grid is not None and measured is not None and list(grid) != measured:
+            here, there = ("×".join(map(str, g)) for g in (grid, measured))
+            size_told = f" ({_size(*mine)})" if self.height else ""
+            told.append(f"calibrated at {there} video tokens{size_told}, used at {here}: {carries}")
+        return told
+
+    def _step_differences(self, steps: int | None) -> list[str]:
+        if steps is None or self.steps is None or steps == self.steps:
+            return []
+        return [
+            f"calibrated with {self.steps} steps, used with {steps}: thresholds carry over, errors were measured on the "
+            "other schedule"
+        ]
+
+    def _point_differences(self, order: Any, backbone: dict[str, Any] | None, rest: str | None) -> list[str]:
+        """For a config in its simple form; one with points of its own takes them from here."""
+        told, measured = [], self.settings.get("order")
+        if order is not None and measured is not None and token_order.read(order) != token_order.read(measured):
+            then, now = (o if isinstance(o, str) else "one for every head" for o in (measured, order))
+            told.append(
                 f"calibrated in token order {then!r}, used in {now!r}: use the calibration's order, or calibrate again"
             )
-        if backbone is not None and backbone != self.backbone:
-            mine, now = ({k: d.get(k) for k in {**self.backbone, **backbone}} for d in (self.backbone, backbone))
-            told = ", ".join(f"{k} {mine[k]}, used {now[k]}" for k in mine if mine[k] != now[k])
-            out.append(f"calibrated for another backbone ({told}): use the calibration's, or calibrate again")
-        return out
+        if backbone is not None and self.backbone is not None:
+            mine, here = _complete(self.backbone), _complete(backbone)
+            if other := [k for k in {**mine, **here} if mine.get(k) != here.get(k)]:
+                words = ", ".join(f"{k} {mine.get(k)}, used {here.get(k)}" for k in other)
+                told.append(f"calibrated for another backbone ({words}): use the calibration's, or calibrate again")
+        if rest is not None and self.rest not in (None, rest):
+            told.append(f"calibrated with rest {self.rest!r}, used with {rest!r}: calibrate again with this rest")
+        return told
 
-    # ------------------------------ other thresholds from the same tables
+    # ---------------------------------------- other choices from the same tables
+
+    def with_choice(self, choice: np.ndarray, solver: dict[str, Any]) -> Calibration:
+        """The same measurements with another choice of points; figures that belong to the old one go."""
+        derived = dict.fromkeys(_DERIVED)
+        return replace(self, choice=choice, solver=solver, verification={}, **derived)
 
     def resolve(self, budget: Budget | str | float, method: str = "exact") -> Calibration:
-        """New thresholds for another budget from the stored tables; figures that belong to the old ones go."""
+        """The best choice for another budget from the stored tables."""
         if self.E is None:
             raise HeartError("the calibration has no error and sparsity tables: there is nothing to solve again")
-        found = solve_budget(self.E, self.S, self.candidates, budget, method)
-        return replace(self, thresholds=found.thresholds, solver=found.to_dict(), verification={})
+        result = solve_budget(self.E, self.S, [p["threshold"] for p in self.points], budget, method)
+        return self.with_choice(result.choice, result.to_dict())
 
     def reweighted(self, weights: Sequence[float]) -> Calibration:
         """The error table for other band weights, from the stored band energies; solve again after it."""
-        weights = check_weights(weights)
+        checked = check_weights(weights)
         if self.bands is None:
             raise HeartError("the calibration has no band energies: other weights need a new calibration")
-        error = {"name": "spectral", "weights": list(weights)}
-        return replace(self, E=self.bands @ np.array(weights), error=error, solver={}, verification={})
-
-    def with_sparsity(self, S: Any, **size: int) -> Calibration:
-        """The sparsity table measured at another size (height=, width=, frames=); solve again after it."""
-        return replace(self, S=S, solver={}, verification={}, **size)
+        error = {"name": "spectral", "weights": list(checked)}
+        return replace(self, E=self.bands @ np.array(checked), error=error, solver={}, verification={})
 
 
-# ---------------------------------------- strict values
+def _shared(points: Sequence[dict[str, Any]], name: str) -> bool:
+    """Whether all points have the same backbone, order or rest."""
+    return all(point[name] == points[0][name] for point in points)
 
 
-def _array(
-    value: Any,
-    name: str,
-    ndim: int,
-    low: float,
-    high: float,
-    open_low: bool = False,
-    shape: tuple[int, ...] | None = None,
-) -> np.ndarray:
-    """A read-only float64 array of finite numbers within [low, high]."""
+def _complete(backbone: dict[str, Any]) -> dict[str, Any]:
+    """Settings with those that a newer version added at their defaults; as they are for an unknown backbone."""
+    from .. import backbones
+
     try:
-        raw = value if isinstance(value, np.ndarray) else np.array(value)
-        if raw.dtype.kind not in "fiu":
-            raise TypeError
-        out = raw.astype(np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise HeartError(f"the calibration's {name} is not a rectangular table of numbers") from None
-    if out.ndim != ndim or out.size == 0 or (shape is not None and out.shape != shape):
-        want = list(shape) if shape else f"{ndim} axes"
-        raise HeartError(f"the calibration's {name} has shape {list(out.shape)}, not {want}")
-    if not np.isfinite(out).all():
-        raise HeartError(f"the calibration's {name} holds a number that is not finite: it is damaged")
-    if (out < low).any() or (out > high).any() or (open_low and (out <= low).any()):
-        raise HeartError(
-            f"the calibration's {name} runs from {out.min():g} to {out.max():g}: it must lie "
-            f"{'above' if open_low else 'from'} {low:g}{f' and up to {high:g}' if math.isfinite(high) else ' up'}"
-        )
-    out.setflags(write=False)
+        return backbones.from_dict(backbone).to_dict()
+    except HeartError:
+        return backbone
+
+
+def _without_phase(data: dict[str, Any]) -> dict[str, Any]:
+    """Tables of a file, [phases][layers]…, as they are in memory: one phase has no axis of its own."""
+    choice = data.get("choice")
+    if not isinstance(choice, list) or len(choice) != 1:
+        return data
+    out = dict(data)
+    for name in _BY_PHASE:
+        if name in out:
+            if not isinstance(out[name], list) or len(out[name]) != 1:
+                raise HeartError(f"the calibration's {name} is not for one phase as its choice is: it is damaged")
+            out[name] = out[name][0]
     return out
 
 
-def _plain(value: Any, name: str, depth: int = 0, kind: type | None = None) -> Any:
-    """A copy made of JSON types with finite numbers only."""
-    if depth > 12 or (kind is not None and not isinstance(value, kind)):
-        raise HeartError(f"the calibration's {name} is {type(value).__name__}, or nested too deeply")
-    if isinstance(value, dict):
-        if not all(isinstance(k, str) for k in value):
-            raise HeartError(f"the calibration's {name} has a key that is not text")
-        return {k: _plain(v, name, depth + 1) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v, name, depth + 1) for v in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist(), name, depth)
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int) and abs(value) < 1 << 64:
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    raise HeartError(f"the calibration's {name} holds {str(value)[:40]!r}, which is no finite number or text")
-
-
-def _check_int(value: Any, name: str, low: int, high: int) -> None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
-        return
-    raise HeartError(f"the calibration's {name} is {str(value)[:40]}: it must be a whole number from {low} to {high}")
-
-
-def _check_fingerprint(model: Any, shape: tuple[int, ...]) -> dict[str, Any] | None:
-    if model is None:
-        return None
-    good = isinstance(model, dict) and set(model) == set(_FINGERPRINT)
-    if not good or any(type(model[name]) is not kind for name, kind in _FINGERPRINT.items()):
-        raise HeartError(f"the calibration's model is not a fingerprint with {', '.join(_FINGERPRINT)}")
-    if (model["layers"], model["heads"]) != shape or model["head_dim"] < 1:
-        raise HeartError(
-            f"the calibration's thresholds are {shape[0]}×{shape[1]} but its model has "
-            f"{model['layers']}×{model['heads']} heads: it is damaged"
-        )
-    return dict(model)
-
-
 def _lines(value: Any) -> str:
-    """JSON on one line, but a table with a line for each of its first axis."""
+    """JSON on one line, but a table with a line for each row of its first axes."""
     dump = lambda v: json.dumps(v, separators=(",", ":"), allow_nan=False)  # noqa: E731
-    if isinstance(value, list) and value and isinstance(value[0], list):
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        return "[" + _lines(value[0]) + "]"
+    if isinstance(value, list) and value and isinstance(value[0], list | dict):
         return "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]"
     return dump(value)
-
-
-def _short(value: Any) -> str:
-    return f"{value[:8]}…" if isinstance(value, str) and len(value) == 64 else str(value)
 
 
 def _size(height: int | None, width: int | None, frames: int | None) -> str:

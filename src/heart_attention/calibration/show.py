@@ -28,7 +28,7 @@ def colour(share: np.ndarray) -> np.ndarray:
 def _share(calibration: Calibration) -> np.ndarray:
     """Each threshold's place between the least and the greatest candidate, 0 … 1."""
     values = calibration.thresholds
-    ends = calibration.candidates if calibration.candidates is not None else values
+    ends = [point["threshold"] for point in calibration.points]
     low, high = float(np.min(ends)), float(np.max(ends))
     return (values - low) / (high - low) if high > low else np.full(values.shape, 0.5)
 
@@ -36,7 +36,7 @@ def _share(calibration: Calibration) -> np.ndarray:
 def counts(calibration: Calibration) -> dict[float, int]:
     """How many heads have each threshold, candidates without a head included."""
     values = calibration.thresholds
-    known = calibration.candidates if calibration.candidates is not None else np.unique(values)
+    known = np.unique([point["threshold"] for point in calibration.points])
     return {float(t): int((values == t).sum()) for t in known}
 
 
@@ -202,7 +202,7 @@ def picture(calibration: Calibration, path: str | os.PathLike, matplotlib: bool 
 def _title(c: Calibration) -> str:
     sparsity = "" if c.sparsity is None else f", mean sparsity {c.sparsity:.3f}"
     name = c.model["class"] if c.model else "imported"
-    return f"{name}, {c.backbone['name']}, {c.method}: mean τ {c.thresholds.mean():.3f}{sparsity}"
+    return f"{name}, {c.backbone_names}, {c.method}: mean τ {c.thresholds.mean():.3f}{sparsity}"
 
 
 def _by_matplotlib(c: Calibration, path: Path) -> None:
@@ -213,7 +213,7 @@ def _by_matplotlib(c: Calibration, path: Path) -> None:
     figure = Figure(figsize=(max(5.0, 0.22 * c.heads + 4.0), max(2.6, 0.22 * c.layers + 1.4)), layout="constrained")
     FigureCanvasAgg(figure)
     grid, bars = figure.subplots(1, 2, width_ratios=[max(2.0, c.heads / 8), 1])
-    ends = c.candidates if c.candidates is not None else c.thresholds
+    ends = [point["threshold"] for point in c.points]
     map_ = ListedColormap(colour(np.linspace(0, 1, 256)) / 255)
     image = grid.imshow(c.thresholds, cmap=map_, vmin=np.min(ends), vmax=np.max(ends), aspect="auto")
     grid.set_xlabel("head")

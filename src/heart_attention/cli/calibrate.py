@@ -350,7 +350,7 @@ def _export(args: argparse.Namespace, made: Any) -> int:
     elif args.export == "csv":
         text = export.to_csv(made)
     else:
-        text = json.dumps({"thresholds": made.thresholds.tolist()}) + "\n"
+        text = export.thresholds_json(made)
     if args.out:
         write_atomic(args.out, text)
     else:

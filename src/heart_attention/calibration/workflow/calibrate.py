@@ -120,7 +120,7 @@ def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], 
     call = settings.call
     kept = (
         "shared", "strata", "velocity", "mean", "dense_steps", "order", "scale_clusters", "contexts", "rounds", "gamma",
-        "start", "realised", "weights", "grid",
+        "start", "realised", "grid",
     )  # fmt: skip
     one_of_two = {name: document[name] for name in ("transformer", "served") if name in document}
     return file.Calibration(
