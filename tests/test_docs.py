@@ -21,7 +21,7 @@ def registries():
     from heart_attention import kernels, models
     from heart_attention.calibration.measure import velocity_error
 
-    tables = (kernels._REGISTERED, models.FAMILIES, velocity_error._REGISTRY)
+    tables = (kernels.registry.REGISTERED, models.FAMILIES, velocity_error._REGISTRY)
     before = [dict(table) for table in tables]
     yield
     for table, kept in zip(tables, before):

@@ -33,6 +33,7 @@ _PUBLIC = {
     "Always": "online.reuse",
     "Calibration": "calibration.file",
     "HeartError": "errors",
+    "register_kernel": "kernels.registry",
 }
 _MODULES = ("kernels", "calibration", "tiny", "backbones", "models", "masks")
 

@@ -15,12 +15,12 @@ SERVING = [name for name in ("cpu", "gather") if not kernels.get(name).reasons_n
 TOLERANCE = 2e-6  # fp32, absolute, inputs of unit scale
 
 
-def random_block_mask(generator, batch, heads, n, block, density, tail=0, ordered=False):
-    m = math.ceil(n / block)
-    blocks = torch.rand(batch, heads, m, m, generator=generator) < density
-    rows = torch.randint(0, m, (batch, heads, m, 1), generator=generator)
+def random_block_mask(generator, batch, heads, n, block, density, tail=0, ordered=False, block_k=None):
+    m, m_k = math.ceil(n / block), math.ceil(n / (block_k or block))
+    blocks = torch.rand(batch, heads, m, m_k, generator=generator) < density
+    rows = torch.randint(0, m_k, (batch, heads, m, 1), generator=generator)
     order = torch.randperm(n, generator=generator) if ordered else None
-    return BlockMask(blocks.scatter(3, rows, True), block, n, n, order, tail)
+    return BlockMask(blocks.scatter(3, rows, True), block, n, n, order, tail, block_k=block_k)
 
 
 def random_cluster_mask(generator, batch, heads, n, q_clusters, k_clusters, density):
@@ -62,11 +62,17 @@ cases = st.fixed_dictionaries(
 
 
 @settings(max_examples=40, deadline=None)
-@given(cases, st.sampled_from([1, 7, 16, 64, 128, 200]), st.integers(0, 9), st.booleans())
-def test_blocks(case, block, tail, ordered):
+@given(
+    cases,
+    st.sampled_from([1, 7, 16, 64, 128, 200]),
+    st.sampled_from([None, 5, 32, 128]),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_blocks(case, block, block_k, tail, ordered):
     generator = torch.Generator().manual_seed(case["seed"])
     args = (case["batch"], case["heads"], case["n"])
-    mask = random_block_mask(generator, *args, block, case["density"], tail, ordered)
+    mask = random_block_mask(generator, *args, block, case["density"], tail, ordered, block_k)
     q, k, v = tensors(generator, case["batch"], case["heads"], case["n"] + tail, case["dim"], case["layout"])
     expected = reference(mask, q, k, v)
     for name in ["eager", *SERVING]:

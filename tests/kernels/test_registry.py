@@ -5,7 +5,7 @@ import torch
 
 from heart_attention import kernels
 from heart_attention.errors import HeartError
-from heart_attention.kernels import eager
+from heart_attention.kernels import eager, registry
 from heart_attention.masks import BlockMask
 
 
@@ -46,7 +46,7 @@ def test_named_kernel_that_cannot_serve_lists_all_reasons(mask, monkeypatch):
 
 
 def test_module_that_cannot_be_imported_is_a_reason(mask, monkeypatch):
-    monkeypatch.setitem(kernels._MODULES, "triton", "no_such_module")
+    monkeypatch.setitem(registry.MODULES, "triton", "no_such_module")
     assert "cannot be imported" in kernels.available()["triton"][0]
     with pytest.raises(HeartError, match="cannot be imported"):
         kernels.plan("triton", mask)
@@ -54,7 +54,7 @@ def test_module_that_cannot_be_imported_is_a_reason(mask, monkeypatch):
 
 def test_none_serves_lists_everyone(mask, monkeypatch):
     for name in kernels.names():
-        monkeypatch.setitem(kernels._MODULES, name, f"missing_{name}")
+        monkeypatch.setitem(registry.MODULES, name, f"missing_{name}")
     with pytest.raises(HeartError) as raised:
         kernels.choose(mask)
     assert all(name in str(raised.value) for name in kernels.names())
@@ -100,3 +100,51 @@ def test_eager_refuses_long_sequences():
         kernels.run(kernels.plan("eager", long), q, q, q)
     with pytest.raises(HeartError, match="at most 8192"):
         kernels.choose(long, q, "eager")
+
+
+class Plain:
+    """A kernel as people wrote them before there was a rest: no base class, no `rest`."""
+
+    name = "plain"
+
+    def reasons_not(self, mask=None, q=None):
+        return []
+
+    def plan(self, mask):
+        return kernels.make_plan(mask, self.name)
+
+    def run(self, plan, q, k, v, out=None, scale=None):
+        return torch.zeros_like(q)
+
+
+class WithRest(Plain):
+    """The same with `rest`, still without the base class."""
+
+    name = "with rest"
+
+    def reasons_not(self, mask=None, q=None, rest="drop"):
+        return [f"not today ({rest})"] if rest == "mean" else []
+
+    def plan(self, mask, rest="drop"):
+        return kernels.make_plan(mask, self.name, rest=rest)
+
+
+def test_kernels_of_users(mask, monkeypatch):
+    import heart_attention as heart
+
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    heart.register_kernel(Plain())
+    kernels.register(WithRest())
+    assert kernels.names()[:2] == ["plain", "with rest"]
+    q = torch.ones(1, 2, 100, 16)
+    mass = torch.ones(1, 2)
+    assert not kernels.run(kernels.plan("auto", mask), q, q, q, mass=mass).any() and not mass.any()
+    assert kernels.get("plain").reasons_not(mask, q, "mean") == [
+        "it has no parameter `rest`, so it only drops what a mask leaves out"
+    ]
+    assert kernels.get("with rest").reasons_not(mask, q, "mean") == ["not today (mean)"]
+    assert kernels.choose(mask, q, rest="mean").name not in ("plain", "with rest")
+    with pytest.raises(HeartError, match="does not give log-sums"):
+        kernels.get("plain").run_part(mask, q, q, q)
+    with pytest.raises(HeartError, match="known already"):
+        kernels.register(Plain())

@@ -36,11 +36,11 @@ def qkv(g, n, d, heads=2, batch=1, scale=1.0):
     return [scale * torch.randn(batch, n, heads, d, generator=g).transpose(1, 2) for _ in range(3)]
 
 
-def random_blocks(g, n, block, density=0.4, heads=2, batch=1, **more):
-    m = -(-n // block)
-    blocks = torch.rand(batch, heads, m, m, generator=g) < density
-    blocks[..., int(torch.randint(m, (1,), generator=g))] = True
-    return BlockMask(blocks, block, n, n, **more)
+def random_blocks(g, n, block, density=0.4, heads=2, batch=1, block_k=None, **more):
+    m, m_k = -(-n // block), -(-n // (block_k or block))
+    blocks = torch.rand(batch, heads, m, m_k, generator=g) < density
+    blocks[..., int(torch.randint(m_k, (1,), generator=g))] = True
+    return BlockMask(blocks, block, n, n, block_k=block_k, **more)
 
 
 def random_clusters(g, n, q_clusters, k_clusters, density=0.4, heads=2, batch=1):
@@ -66,11 +66,13 @@ def check(mask, q, k, v, **more):
 @given(
     n=st.integers(1, 90), block=st.sampled_from([16, 24, 64, 128]), d=st.sampled_from([8, 20, 32, 64]),
     density=st.floats(0, 1), tail=st.integers(0, 9), ordered=st.booleans(), seed=st.integers(0, 99),
+    block_k=st.sampled_from([None, 16, 40, 64]),
 )  # fmt: skip
-def test_blocks(n, block, d, density, tail, ordered, seed):
+def test_blocks(n, block, d, density, tail, ordered, seed, block_k):
     g = generator(seed)
     order = torch.randperm(n, generator=g) if ordered else None
-    check(random_blocks(g, n, block, density, heads=1, order=order, tail=tail), *qkv(g, n + tail, d, heads=1))
+    more = {"order": order, "tail": tail, "block_k": block_k}
+    check(random_blocks(g, n, block, density, heads=1, **more), *qkv(g, n + tail, d, heads=1))
 
 
 @few

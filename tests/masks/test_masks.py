@@ -147,7 +147,7 @@ def test_heads_items_and_putting_back(mask):
     for b in range(2):
         for h in range(3):
             assert same(merged.item(b).heads([h]), (other if index[b, h] else mask).item(b).heads([h]))
-    chosen = mask._map(lambda x: torch.cat([x[0, 0:1], x[0, 2:3], x[1, 1:2]])[None])  # [1, 3] in row-major order
+    chosen = mask.map_heads(lambda x: torch.cat([x[0, 0:1], x[0, 2:3], x[1, 1:2]])[None])  # [1, 3] in row-major order
     assert same(other.put(index, chosen), other.put(index, mask))
     assert same(mask.put([2, 1], other.heads([2, 1])), mask.put([1, 2], other))
     assert same(mask.put(torch.zeros(2, 3, dtype=torch.bool), other), mask)

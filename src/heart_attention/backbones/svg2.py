@@ -108,7 +108,7 @@ class SVG2(Settings):
         if text is not None and k.shape[2] != n:
             raise HeartError(f"joint text needs as many keys as queries, not {k.shape[2]} and {n}")
         layer, branch, first = key if key is not None else (0, "", 0)
-        mask = self._empty(batch, n_heads, n, k.shape[2], 0 if text is None else 2, q.device)
+        mask = self._empty(batch, n_heads, n, k.shape[2], text, q.device)
         for b in range(batch):
             places = [(first + b, name) for name in names]
             q_clusters = self._cluster_side(q[b], 0, places, state, text, (layer, branch))
@@ -201,11 +201,12 @@ class SVG2(Settings):
                 f"(SVG2(...).scaled_to({tokens}) suits the sequence)"
             )
 
-    def _empty(self, batch: int, heads: int, n_q: int, n_k: int, extra: int, device: Any) -> ClusterMask:
+    def _empty(self, batch: int, heads: int, n_q: int, n_k: int, text: Text | None, device: Any) -> ClusterMask:
         """A mask to be filled in."""
+        extra = 0 if text is None else 2  # clusters of the prompt and of unused slots
         shape = (batch, heads, self.q_clusters + extra, self.k_clusters + extra)
         labels = [torch.empty(batch, heads, n, dtype=torch.int16, device=device) for n in (n_q, n_k)]
-        return ClusterMask(torch.ones(shape, dtype=torch.bool, device=device), *labels)
+        return ClusterMask(torch.ones(shape, dtype=torch.bool, device=device), *labels, text=text)
 
     def _fill(
         self, mask: ClusterMask, b: int, h: int, pair: tuple[Clusters, Clusters], tau: float, text: Text | None

@@ -100,7 +100,7 @@ class XAttention(Settings):
             b, h = torch.tensor(part).unbind(-1)
             share = tau[b, h].unsqueeze(-1).to(q.device)  # [heads, 1]
             blocks[b, h] = self.select(self._scores(q, k, order, part)[:, :rows], share)[..., :cols]
-        return BlockMask(blocks, self.block, n_q, n_k, order, tail)
+        return BlockMask(blocks, self.block, n_q, n_k, order, tail, text=read_text(text, n))
 
     def select(self, scores: Tensor, thresholds: Tensor | float) -> Tensor:
         """Top-p over block scores [..., Mk], plus key block 0, which the original always keeps; bool."""

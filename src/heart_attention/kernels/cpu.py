@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
+from .base import Kernel
 from .ops import build
 from .plan import Plan, make_plan
 
@@ -32,14 +33,15 @@ TYPES = (torch.float32, torch.bfloat16)
 _ARGUMENTS = struct.Struct("8q 16q q 6q 2q d 2q")
 
 
-class Cpu:
+class Cpu(Kernel):
     """Kernel `cpu`."""
 
     name = "cpu"
+    log_sums = True
 
-    def reasons_not(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
+    def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
-        reasons = []
+        reasons = [] if rest == "drop" else ["it does not approximate the rest"]
         try:
             build.load()
         except build.BuildError as error:
@@ -50,21 +52,26 @@ class Cpu:
             reasons.append(f"the mask is on {mask.device}, not on the CPU")
         return reasons
 
-    def plan(self, mask: Any) -> Plan:
-        """Plan a mask."""
-        return make_plan(mask, self.name)
-
-    def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None):
+    def run(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        scale: float | None = None,
+        mass: Tensor | None = None,
+    ) -> Tensor:
         """Attention over what the plan keeps, [B, H, N, D]; the inputs may be any views with contiguous rows."""
         return _run(plan, q, k, v, out, scale, None)
 
-    def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, rest: str = "drop") -> tuple[Tensor, Tensor]:
         """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N].
 
         Parts over disjoint keys add up: weigh their outputs with the softmax of their log-sums.
         """
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
-        return _run(make_plan(mask, self.name, part=True), q, k, v, None, None, lse), lse
+        return _run(make_plan(mask, self.name, part=True, rest=rest), q, k, v, None, None, lse), lse
 
 
 def _run(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import HeartError
+from .base import Kernel
 from .plan import Plan, make_plan
 
 WORKSPACE = 128 << 20  # bytes; what flashinfer recommends
@@ -53,14 +54,14 @@ def _version() -> tuple[int, ...]:
     return tuple(int(word) for word in words[:3] if word.isdecimal())
 
 
-class FlashInfer:
+class FlashInfer(Kernel):
     """Kernel `flashinfer`."""
 
     name = "flashinfer"
 
-    def reasons_not(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
+    def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
-        reasons = []
+        reasons = [] if rest == "drop" else ["it does not approximate the rest"]
         if not installed():
             reasons.append("flashinfer is not installed: pip install 'heart-attention[gpu]'")
         elif (version := _version())[: len(OLDEST)] < OLDEST:
@@ -77,16 +78,23 @@ class FlashInfer:
             reasons += _reasons_mask(mask)
         return reasons
 
-    def plan(self, mask: Any) -> Plan:
+    def plan(self, mask: Any, rest: str = "drop") -> Plan:
         """Plan a mask; flashinfer's own planning waits for the head size and type of the first run."""
-        plan = make_plan(mask, self.name)
-        plan.extra["kept"] = mask.blocks if plan.kind == "block" else mask.map
-        plan.extra["block"] = mask.block if plan.kind == "block" else 0
-        plan.extra["shared"] = plan.kind == "block" and _shared(mask)
+        plan = make_plan(mask, self.name, rest=rest)
+        plan.extra["kept"] = mask.flags
+        plan.extra["block"] = mask.block_shape
+        plan.extra["shared"] = _shared(mask)
         return plan
 
     def run(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        scale: float | None = None,
+        mass: Tensor | None = None,
     ) -> Tensor:
         """Attention over what the plan keeps, [B, H, N, D]."""
         reasons = _reasons_input(q)
@@ -114,11 +122,9 @@ def _reasons_input(q: Tensor) -> list[str]:
 
 def _reasons_mask(mask: Any) -> list[str]:
     """Every row of the mask lists its kept keys one by one, 4 bytes each, unless all heads share the mask."""
-    block = hasattr(mask, "blocks")
-    if block and _shared(mask):
+    if _shared(mask):
         return []
-    rows = (mask.blocks if block else mask.map).shape[2]
-    listed = 4 * rows * mask.n_k * float(mask.density().sum())
+    listed = 4 * mask.flags.shape[2] * mask.n_k * float(mask.density().sum())
     limit = min(PLAN_LIMIT, _free_memory(mask.device) // (2 * PLANS))
     if listed <= limit:
         return []
@@ -132,8 +138,10 @@ def _free_memory(device: torch.device) -> int:
 
 def _shared(mask: Any) -> bool:
     """Whether one mask of whole blocks serves all heads and batch items."""
-    whole = mask.n_q % mask.block == 0 and mask.n_k % mask.block == 0
-    return whole and bool((mask.blocks == mask.blocks[:1, :1]).all())
+    shape = mask.block_shape
+    if shape is None or mask.n_q % shape[0] or mask.n_k % shape[1]:
+        return False
+    return bool((mask.flags == mask.flags[:1, :1]).all())
 
 
 def _wrapper(plan: Plan, q: Tensor, scale: float) -> Any:
@@ -212,14 +220,13 @@ def _put(out: Tensor, found: Tensor, perm: Tensor | None) -> None:
 def _plan_shared(plan: Plan, q: Tensor, scale: float) -> Any:
     heads = plan.shape[0] * plan.shape[1]
     wrapper = module().BlockSparseAttentionWrapper(_workspace(q.device), backend="auto")
-    block, rows = plan.extra["block"], plan.row_ptr[0, 0]
+    rows = plan.row_ptr[0, 0]
     wrapper.plan(
         (rows - rows[0]).to(torch.int32),
         plan.cols[: int(rows[-1] - rows[0])].contiguous(),
         plan.n_q,
         plan.n_k,
-        block,
-        block,
+        *plan.extra["block"],
         heads,
         heads,
         q.shape[-1],

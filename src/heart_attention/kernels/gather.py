@@ -10,27 +10,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .base import Kernel
 from .eager import products
-from .plan import Plan, make_plan
+from .plan import Plan
 
 # Query rows handled at once: a larger cluster is cut, so that its scores stay in cache.
 MAX_ROWS = 256
 
 
-class Gather:
+class Gather(Kernel):
     """Kernel `gather`: runs wherever PyTorch runs."""
 
     name = "gather"
 
-    def reasons_not(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
-        """Nothing stops it."""
-        return []
+    def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
+        """Why it cannot serve; empty if it can."""
+        return [] if rest == "drop" else ["it does not approximate the rest"]
 
-    def plan(self, mask: Any) -> Plan:
-        """Plan a mask."""
-        return make_plan(mask, self.name)
-
-    def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None):
+    def run(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        scale: float | None = None,
+        mass: Tensor | None = None,
+    ) -> Tensor:
         """Attention over what the plan keeps, [B, H, N, D]."""
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         out = torch.empty_like(q) if out is None else out

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import HeartError
+from .base import Kernel
 from .plan import Plan, make_plan
 
 RUN = 16  # keys in one packed run; a power of two, at most 31
@@ -106,14 +107,15 @@ def _config_amd(d_pad: int, itemsize: int, rows: int) -> Config:
     return Config(rows, 64, 4 if rows < 128 else 8, 1)
 
 
-class Triton:
+class Triton(Kernel):
     """Kernel `triton`."""
 
     name = "triton"
+    log_sums = True
 
-    def reasons_not(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
+    def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
-        reasons = []
+        reasons = [] if rest == "drop" else ["it does not approximate the rest"]
         if not installed():
             reasons.append("triton is not installed: pip install 'heart-attention[gpu]'")
         if interpreted():
@@ -129,26 +131,33 @@ class Triton:
             reasons += _reasons_input(q)
         return reasons
 
-    def plan(self, mask: Any) -> Plan:
+    def plan(self, mask: Any, rest: str = "drop") -> Plan:
         """Plan a mask: the shared lists, and this kernel's work list."""
-        return self._plan(mask, part=False)
+        return self._plan(mask, rest, part=False)
 
-    def _plan(self, mask: Any, part: bool) -> Plan:
-        plan = make_plan(mask, self.name, part=part)
+    def _plan(self, mask: Any, rest: str, part: bool) -> Plan:
+        plan = make_plan(mask, self.name, part=part, rest=rest)
         if plan.kind == "cluster":
             plan.extra["runs"], plan.extra["run_ptr"] = key_runs(plan)
-        plan.extra["block"] = mask.block if plan.kind == "block" else 0
-        plan.extra["rows"] = tile_rows(plan.extra["block"] or -(-plan.n_q // plan.counts.shape[-1]))
+        rows, plan.extra["block"] = mask.block_shape or (-(-plan.n_q // plan.counts.shape[-1]), 0)
+        plan.extra["rows"] = tile_rows(rows)
         work_list(plan, plan.extra["rows"])
         return plan
 
     def run(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, scale: float | None = None
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        scale: float | None = None,
+        mass: Tensor | None = None,
     ) -> Tensor:
         """Attention over what the plan keeps, [B, H, N, D]."""
         return self._run(plan, q, k, v, torch.empty_like(q) if out is None else out, scale, None)
 
-    def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, rest: str = "drop") -> tuple[Tensor, Tensor]:
         """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N].
 
         Parts over disjoint keys add up: weigh their outputs with the softmax of their log-sums. Both are fp32, so that
@@ -156,7 +165,7 @@ class Triton:
         """
         lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        return self._run(self._plan(mask, part=True), q, k, v, out, None, lse), lse
+        return self._run(self._plan(mask, rest, part=True), q, k, v, out, None, lse), lse
 
     def _run(
         self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from .packed import Mask, refuse_large
+from .base import Mask, grown
+from .layout import Layout, sort_labels
+from .text import Text
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,11 +21,15 @@ class ClusterMask(Mask):
     Args:
         map: bool [B, H, Cq, Ck].
         q_labels, k_labels: integer [B, H, N], the cluster of each query and key.
+        text: where the tokens lie that are never approximated; None if there are none.
     """
+
+    kind: ClassVar[str] = "cluster"
 
     map: Tensor
     q_labels: Tensor
     k_labels: Tensor
+    text: Text | None = None
 
     _per_head = ("map", "q_labels", "k_labels")
 
@@ -42,12 +49,12 @@ class ClusterMask(Mask):
             )
 
     @property
-    def n_q(self) -> int:
+    def n_q(self) -> int:  # type: ignore[override]
         """Queries."""
         return self.q_labels.shape[-1]
 
     @property
-    def n_k(self) -> int:
+    def n_k(self) -> int:  # type: ignore[override]
         """Keys."""
         return self.k_labels.shape[-1]
 
@@ -55,19 +62,41 @@ class ClusterMask(Mask):
         """Tokens in each cluster: int64 [B, H, Cq] and [B, H, Ck]."""
         return count_labels(self.q_labels, self.map.shape[2]), count_labels(self.k_labels, self.map.shape[3])
 
-    def density(self) -> Tensor:
-        """Kept share of all token pairs, float64 [B, H]; text clusters count as any other."""
-        rows, cols = (sizes.double() for sizes in self.sizes())
-        kept = torch.einsum("bhqk,bhq,bhk->bh", self.map.double(), rows, cols)
-        return kept / (self.n_q * self.n_k)
+    def row_of(self) -> Tensor:
+        """The cluster of each query, int64 [B, H, N]."""
+        return self.q_labels.long()
 
-    def dense_tokens(self) -> Tensor:
-        """The mask token by token, bool [B, H, N, N]; for small sizes."""
-        refuse_large(self.shape, self.n_q, self.n_k)
-        batch, heads = self.shape
-        b = torch.arange(batch, device=self.device).view(-1, 1, 1, 1)
-        h = torch.arange(heads, device=self.device).view(1, -1, 1, 1)
-        return self.map[b, h, self.q_labels.long().unsqueeze(-1), self.k_labels.long().unsqueeze(-2)]
+    def group_of(self) -> Tensor:
+        """The cluster of each key, int64 [B, H, N]."""
+        return self.k_labels.long()
+
+    def layout(self) -> Layout:
+        """Tokens sorted by cluster, each head on its own."""
+        q_perm, q_starts = sort_labels(self.q_labels, self.map.shape[2], "query")
+        k_perm, k_starts = sort_labels(self.k_labels, self.map.shape[3], "key")
+        return Layout(q_starts, k_starts, q_perm, k_perm)
+
+    def full_like(self, batch: int, heads: int, text: Text | None) -> ClusterMask:
+        """A mask of the same size that keeps everything, for heads with τ ≥ 1.
+
+        Clusters become equal stretches of tokens, which is what kernels like best; text keeps its two clusters.
+        """
+        kept, extra = torch.ones_like(grown(self.map, batch, heads)), 0 if text is None else 2
+        if text is not None:  # unused slots attend only to themselves
+            kept[..., -1, :-1] = False
+            kept[..., :-1, -1] = False
+        q_labels = _even_labels(grown(self.q_labels, batch, heads), kept.shape[2] - extra)
+        return ClusterMask(
+            kept, q_labels, _even_labels(grown(self.k_labels, batch, heads), kept.shape[3] - extra), text
+        )
+
+
+def _even_labels(labels: Tensor, clusters: int) -> Tensor:
+    """Video tokens given to clusters in equal stretches; labels of text (from `clusters` up) stay."""
+    video = labels < clusters
+    place = video.long().cumsum(-1) - 1
+    count = int(video.sum(-1).flatten()[0])
+    return torch.where(video, place * clusters // count, labels).to(labels.dtype)
 
 
 def count_labels(labels: Tensor, clusters: int) -> Tensor:

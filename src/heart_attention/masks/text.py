@@ -44,3 +44,11 @@ class Text:
         """Indices of the video tokens among `n`, ascending."""
         before = torch.arange(self.start, device=device)
         return torch.cat([before, torch.arange(self.end, n, device=device)])  # [video]
+
+    def index(self, part: str, n: int, device: Any = None) -> Tensor:
+        """Indices below `n` of the "prompt", of the "unused" slots, or of both ("exact": never approximated)."""
+        middle = self.start + self.prompt
+        start, end = {"prompt": (self.start, middle), "unused": (middle, self.end), "exact": (self.start, self.end)}[
+            part
+        ]
+        return torch.arange(min(start, n), min(end, n), device=device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import kernels, token_order
 from ..config import HeartConfig, threshold_table
 from ..errors import HeartError
-from ..masks import Packed, Text, combine
+from ..masks import Mask, Packed, Text
 from . import agreement, cost_model, reuse
 from .call import CallContext, Dense, Handler
 from .stats import Recorder, Row, Stats, Timer
@@ -320,12 +320,8 @@ class Engine(Handler):
         state.cached |= request.refresh
         if parts is not None:
             batch, heads = request.q.shape[:2]
-            whole = (
-                state.packed.unpack()
-                if state.packed is not None
-                else combine.full_like(parts, batch, heads, request.text)
-            )
-            mask = whole.put(index, parts) if not bool(index.all()) else combine.split_batch(parts, batch)
+            whole = state.packed.unpack() if state.packed is not None else parts.full_like(batch, heads, request.text)
+            mask = whole.put(index, parts) if not bool(index.all()) else parts.split_batch(batch)
             state.packed, state.plan = mask.packed(), None
             state.density = mask.density().cpu()
             self._choose_kernel(request, mask)
@@ -352,7 +348,7 @@ class Engine(Handler):
                     key=(at.layer, at.branch, at.item + b),
                 )
                 found.append(token_order.with_own(mask, order, own[start]) if own else mask)  # type: ignore[arg-type]
-        return (combine.join(found) if found else None), index
+        return (Mask.join(found) if found else None), index
 
     def _count(self, request: Request, state: LayerState) -> None:
         """What the cost model asks of a layer: densities and refreshes over the heads of all ranks."""

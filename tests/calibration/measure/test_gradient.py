@@ -18,7 +18,7 @@ from heart_attention.calibration.measure import gradient, probes, velocity_error
 from heart_attention.calibration.measure.candidates import DENSE, Spec, Trials
 from heart_attention.calibration.measure.replay import Replay
 from heart_attention.errors import HeartError
-from heart_attention.kernels.eager import masked_attention
+from heart_attention.kernels.eager import softmax, weighted
 from heart_attention.kernels.ops import backward as native
 from heart_attention.masks import BlockMask, Text
 from heart_attention.online.call import CallContext
@@ -263,9 +263,9 @@ def test_a_pass_goes_through_json():
     assert again.to_dict() == made.to_dict() and again.second.dtype == np.float64
 
 
-def test_masked_attention_of_the_definition_is_the_twin_used_here():
+def test_attention_of_the_definition_is_the_twin_used_here():
     q, k, v = torch.randn(3, 5, 4).unbind(0)
     mask = torch.rand(5, 5) > 0.3
     mask.fill_diagonal_(True)
     plain = (q @ k.T / 2).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-    torch.testing.assert_close(masked_attention(q, k, v, mask, 0.5), plain)
+    torch.testing.assert_close(weighted(softmax(q, k, mask, torch.zeros(5), 0.5)[0], v, mask), plain)

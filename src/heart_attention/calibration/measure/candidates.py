@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels, token_order
-from ...masks import combine, count_labels
+from ...masks import Mask, count_labels
 
 DENSE = -1  # a head's choice when it is not sparse
 
@@ -102,7 +102,7 @@ class Trials:
             found.append([token_order.with_own(mask, table, i) for mask in (*masks, full)])
             places += heads
         back = torch.tensor(places).argsort()
-        whole = [combine.join(list(each)).heads(back) for each in zip(*found)]
+        whole = [Mask.join(each).heads(back) for each in zip(*found)]
         return whole[:-1], whole[-1]
 
     def sparsity(self) -> Tensor:
@@ -142,7 +142,7 @@ class Trials:
         for n in range(len(self.spec.candidates)):
             parts = [_beyond(masks[n - 1] if n else None, masks[n]) for masks, _ in self.masks]
             kernel = kernels.choose(parts[0], self.q.detach(), self.spec.kernel)
-            if not hasattr(kernel, "run_part") or any(part is None for part in parts):
+            if not kernel.log_sums or any(part is None for part in parts):
                 yield self.run(everyone, n)
                 reached = None
                 continue
