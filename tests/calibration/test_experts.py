@@ -28,7 +28,7 @@ def settings(name, **more):
 @pytest.fixture(scope="module")
 def files(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
-    made = {n: calibrate.calibrate(pair, settings(n), folder / n) for n in experts.NAMES}
+    made = {n: calibrate.run(pair, settings(n), folder / n) for n in experts.NAMES}
     return {n: c.save(folder / f"{n}.heart.json") for n, c in made.items()}
 
 
@@ -75,6 +75,6 @@ def test_what_does_not_fit_is_one_sentence(pair, files, tmp_path):
     with pytest.raises(HeartError, match="the model has one"):
         heart.enable(pair.transformer, list(files.values()))
     with pytest.raises(HeartError, match="has no transformer_2"):
-        calibrate.calibrate(wan_pipe(layers=2), settings("transformer_2"), tmp_path)
+        calibrate.run(wan_pipe(layers=2), settings("transformer_2"), tmp_path)
     with pytest.raises(HeartError, match="two transformers"):
-        calibrate.calibrate(pair, settings(None), tmp_path)
+        calibrate.run(pair, settings(None), tmp_path)

@@ -12,6 +12,7 @@ from models_for_tests import CALL, wan_pipe
 
 from heart_attention.calibration import file
 from heart_attention.calibration.file import Calibration
+from heart_attention.calibration.workflow import settings
 from heart_attention.cli import calibrate
 from heart_attention.errors import HeartError
 from heart_attention.evaluation import pipelines
@@ -100,11 +101,11 @@ def test_wrong_usage_ends_with_2(tmp_path):
         assert caught.value.code == 2
 
 
-def test_ten_prompts_are_built_in():
-    prompts, held_out = calibrate.default_prompts("owner/model")
-    assert len(prompts) == 10 and len(held_out) == 6 and not set(prompts) & set(held_out)
-    own, unseen = calibrate.default_prompts("tiny")
-    assert len(own) == 10 and len(unseen) == 6 and not set(own) & set(unseen)
+def test_every_setting_with_an_option_is_on_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        heart("calibrate", "--help")
+    told = capsys.readouterr().out
+    assert all("--" + name.replace("_", "-") in told for name in settings.options())
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.4, "1:05"), (3723, "1:02:03")])

@@ -52,7 +52,7 @@ def settings(method):
 def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypatch):
     from heart_attention.execution.ray import RayExecutor
 
-    local = calibrate.calibrate(load(), settings("probes"), tmp_path / "local")
+    local = calibrate.run(load(), settings("probes"), tmp_path / "local")
     executors, replaced, killed = [], [], []
     original, replace = RayExecutor.__init__, RayExecutor._replace
 
@@ -68,7 +68,7 @@ def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypa
             killed.append(ray.get(executors[0].actors[0].process.remote()))
             os.kill(killed[0], signal.SIGKILL)
 
-    spread = calibrate.calibrate(
+    spread = calibrate.run(
         load(), settings("probes"), tmp_path / "ray", ray="auto", loader=load, workers=2, progress=kill_one
     )
     assert len(executors[0].resources) == 1 and executors[0].count == 2
@@ -100,4 +100,4 @@ def test_a_task_that_kills_every_worker_is_given_up(cluster):
 
 def test_ray_needs_a_loader(cluster, tmp_path):
     with pytest.raises(HeartError, match="needs a loader"):
-        calibrate.calibrate(load(), settings("probes"), tmp_path, ray="auto")
+        calibrate.run(load(), settings("probes"), tmp_path, ray="auto")

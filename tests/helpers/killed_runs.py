@@ -34,7 +34,7 @@ def settings(method: str) -> workflow.Settings:
 
 
 def calibrate(pipe, method: str, work: Path) -> bytes:
-    return workflow.calibrate(pipe, settings(method), work).to_bytes()
+    return workflow.run(pipe, settings(method), work).to_bytes()
 
 
 def count(work: Path) -> int:

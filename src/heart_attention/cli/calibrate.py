@@ -46,40 +46,27 @@ def register(commands) -> None:
 
 
 def _register_calibrate(commands) -> None:
+    from ..calibration.workflow.settings import options
+
     one = commands.add_parser("calibrate", help="measure a model's heads and give each its threshold (EBC)")
     add_model(one)
-    one.add_argument("--backbone", default="xattention", choices=("xattention", "svg2"))
+    one.add_argument("--backbone", default="xattention", help="name of the backbone (default xattention)")
     one.add_argument("--out", required=True, metavar=f"F{SUFFIX}")
-    one.add_argument("--transformer", choices=("transformer", "transformer_2"), help="of a pipeline with two (Wan2.2)")
-    how = one.add_argument_group("method")
-    how.add_argument("--method", default="joint", choices=("joint", "isolated", "probes"), help="probes: the paper's")
-    how.add_argument("--candidates", metavar="τ,τ,…", help="thresholds to choose from (default: by the method)")
-    how.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S or threshold=τ (default shared=0.9)")
-    how.add_argument("--strata", choices=("paper", "sparse"), help="steps to draw from (default: by the method)")
-    how.add_argument("--velocity", default="guided", choices=("guided", "cond"))
-    how.add_argument(
-        "--mean", choices=("plain", "relative"),
-        help="of errors over contexts: relative to the shared threshold's in each, or plain (default: by the method)",
-    )  # fmt: skip
-    how.add_argument("--error", default="spectral", help="spectral (default), mse or attention")
-    how.add_argument("--contexts", type=int, help="prompt-step pairs for gradients and verification")
-    how.add_argument("--rounds", type=int, help="rounds of the joint method")
-    how.add_argument("--seed", type=int, default=0)
-    what = one.add_argument_group("generations that are measured")
+    titles = ("method", "generations that are measured", "where it runs")
+    groups = {title: one.add_argument_group(title) for title in titles}
+    for name, option in options().items():
+        flag, more = "--" + name.replace("_", "-"), {"metavar": option.metavar} if option.metavar else {}
+        groups[option.group].add_argument(flag, choices=option.choices, help=option.help, **more)
+    what = groups["generations that are measured"]
     what.add_argument("--prompts", metavar="FILE", help="calibration prompts, one a line (default: ten built in)")
     what.add_argument("--held-out", metavar="FILE", help="prompts for verification only (default: six built in)")
     add_size(what)
     what.add_argument("--guidance", type=float, help="guidance scale")
-    what.add_argument("--dense-steps", type=int, help="first steps that stay dense at inference (default 5)")
-    what.add_argument(
-        "--order", metavar="raster|tiles|CONFIG.json", help="token order, or a config of heart tune-order"
-    )
-    where = one.add_argument_group("where it runs")
+    where = groups["where it runs"]
     where.add_argument("--work", metavar="DIR", help="work folder (default: F.work)")
     where.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="go on in the work folder")
     where.add_argument("--ray", metavar="auto|ADDRESS", help="spread the work over a Ray cluster")
     where.add_argument("--workers", type=int, help="with --ray: how many workers")
-    where.add_argument("--kernel", default="auto")
     add_device(where)
     one.add_argument("--json", action="store_true", help="print the result as JSON")
     one.set_defaults(func=run_calibrate)
@@ -133,117 +120,62 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def _out_path(out: str) -> Path:
-    if not out.endswith(SUFFIX):
-        raise HeartError(f"--out is {out!r}: give a file name that ends in {SUFFIX}")
-    return Path(out)
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, as values."""
+    from ..calibration.workflow.settings import options
 
-
-def default_prompts(model: str) -> tuple[list[str], list[str]]:
-    """Ten prompts to calibrate on and six held out: the embedded model's own words, else VBench's."""
-    from .. import tiny
-    from ..evaluation import pipelines
-
-    if model in pipelines.TINY:
-        return tiny.prompts("calibration")[:10], tiny.prompts("heldout")[:6]
-    from ..calibration.workflow import calibrate
-
-    built_in = pipelines.read_prompts(str(Path(calibrate.__file__).with_name("prompts.txt")))
-    return built_in[:10], built_in[10:]
-
-
-def _settings(args: argparse.Namespace, pipe: Any) -> Any:
-    from ..calibration import experts
-    from ..calibration.measure import velocity_error
-    from ..calibration.solve import solver
-    from ..calibration.workflow import calibrate
-    from ..config import preset
-    from ..evaluation import pipelines
-
-    config = preset(args.backbone, pipe)
-    call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps)
-    if args.guidance is not None:
-        call["guidance_scale"] = args.guidance
-    prompts, held_out = default_prompts(args.model)
-    if args.prompts:
-        prompts = pipelines.read_prompts(args.prompts)
-    if args.held_out:
-        held_out = pipelines.read_prompts(args.held_out)
-    velocity_error.by_name(args.error)
-    budget = solver.Budget.parse(args.budget) if args.budget else solver.Budget()
-    limit = {"shared": "shared", "sparsity": "min_sparsity", "threshold": "max_mean_threshold"}[budget.kind]
-    given = {
-        "candidates": tuple(numbers(args.candidates, "--candidates")) if args.candidates else None,
-        "contexts": args.contexts,
-        "rounds": args.rounds,
-        "strata": args.strata,
-    }
-    for name in ("contexts", "rounds"):
-        if given[name] is not None and given[name] < 1:
-            raise HeartError(f"--{name} is {given[name]}: it must be 1 or more")
-    held_out = [p for p in held_out if p not in prompts]
-    dense = config.dense_steps if args.dense_steps is None else args.dense_steps
-    first, last = experts.served(pipe, args.transformer, call["num_inference_steps"])
-    room = max(last + 1 - max(first, dense), 1)  # short runs with few prompts have no more contexts
-    given["contexts"] = given["contexts"] or min(calibrate.Settings.contexts, room * len(prompts))
-    return calibrate.Settings(
-        backbone=config.backbone,
-        prompts=tuple(prompts),
-        held_out=tuple(held_out),
-        held_out_contexts=min(calibrate.Settings.held_out_contexts, room * len(held_out)),
-        call=call,
-        method=args.method,
-        velocity=args.velocity,
-        mean=args.mean,
-        error=args.error,
-        seed=args.seed,
-        dense_steps=dense,
-        order=_order(args.order) or config.order,
-        kernel=args.kernel,
-        scale_clusters=config.scale_clusters,
-        transformer=args.transformer,
-        **{limit: budget.value},
-        **{k: v for k, v in given.items() if v is not None},
-    )
-
-
-def _order(given: str | None) -> Any:
-    """A token order by name, or that of a config."""
-    from ..config import HeartConfig
-
-    return HeartConfig.load(given).order if given and given.endswith(".json") else given
+    given: dict[str, Any] = {}
+    for name, option in options().items():
+        text = getattr(args, name)
+        if text is None:
+            continue
+        try:
+            given[name] = option.parse(text)
+        except HeartError:
+            raise
+        except ValueError:
+            raise HeartError(f"--{name.replace('_', '-')} is {text!r}: give a number") from None
+        if option.least is not None and given[name] < option.least:
+            raise HeartError(f"--{name.replace('_', '-')} is {text}: it must be {option.least:g} or more")
+    return given
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure, solve, verify; write the file and say what came out."""
-    out = _out_path(args.out)
+    if not args.out.endswith(SUFFIX):
+        raise HeartError(f"--out is {args.out!r}: give a file name that ends in {SUFFIX}")
     if args.workers is not None and (args.workers < 1 or not args.ray):
         raise HeartError("--workers is the number of Ray workers: give 1 or more, together with --ray")
-    if args.seed < 0:
-        raise HeartError(f"--seed is {args.seed}: it must be 0 or more")
+    given = _settings(args)
     from ..calibration import show
     from ..calibration.workflow import calibrate
     from ..evaluation import pipelines
 
     pipe = pipelines.load(args.model, args.dtype, args.device)
-    settings = _settings(args, pipe)
-    work = Path(args.work) if args.work else out.with_name(out.name.removesuffix(SUFFIX) + ".work")
+    call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps)
+    if args.guidance is not None:
+        call["guidance_scale"] = args.guidance
+    work = Path(args.work) if args.work else calibrate.work_folder(Path(args.out))
     progress = Progress()
     try:
         made = calibrate.calibrate(
             pipe,
-            settings,
-            work,
+            args.backbone,
+            prompts=pipelines.read_prompts(args.prompts) if args.prompts else None,
+            held_out=pipelines.read_prompts(args.held_out) if args.held_out else None,
+            call=call,
+            out=args.out,
+            work=work,
             resume=args.resume,
             progress=progress,
             ray=args.ray,
             loader=functools.partial(pipelines.load, args.model, args.dtype, args.device),
             workers=args.workers,
+            **given,
         )
     finally:
         progress.close()
-    made.save(out)
-    _print(made, args.json, {"file": str(out), "work": str(work)}, show)
+    _print(made, args.json, {"file": args.out, "work": str(work)}, show)
     return 0
 
 
@@ -263,8 +195,9 @@ def run_solve(args: argparse.Namespace) -> int:
     """Solve a stored table again."""
     from ..calibration import show
     from ..calibration.file import Calibration
+    from ..calibration.workflow.calibrate import out_path
 
-    out = _out_path(args.out) if args.out else None
+    out = out_path(args.out) if args.out else None
     if not (args.budget or args.weights):
         raise HeartError("there is nothing to change: give --budget shared=τ|sparsity=S|threshold=τ, or --weights")
     old = Calibration.load(args.file)
@@ -299,7 +232,9 @@ def run_show(args: argparse.Namespace) -> int:
     if args.ranks is not None:
         more["balance"] = _balance(made, args.ranks, args.json)
     if args.out:
-        made.save(_out_path(args.out))
+        from ..calibration.workflow.calibrate import out_path
+
+        made.save(out_path(args.out))
         more["file"] = args.out
     colours = {"always": True, "never": False, "auto": None}[args.colour]
     _print(made, args.json, more, show, colours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
@@ -56,7 +55,7 @@ def finished(pipe, tmp_path_factory):
         work, stages = tmp_path_factory.mktemp(method), []
         made[method] = (
             work,
-            calibrate.calibrate(pipe, settings(method), work, progress=lambda *a, s=stages: s.append(a)),
+            calibrate.run(pipe, settings(method), work, progress=lambda *a, s=stages: s.append(a)),
             stages,
         )
     return made
@@ -119,7 +118,7 @@ def _value(work, name):
 
 
 def test_probes_with_a_relative_mean_weigh_errors_and_bands_alike(finished, pipe, tmp_path):
-    made = calibrate.calibrate(pipe, settings("probes", mean="relative"), tmp_path)
+    made = calibrate.run(pipe, settings("probes", mean="relative"), tmp_path)
     assert made.settings["mean"] == "relative" and not np.allclose(made.E, finished["probes"][1].E)
     np.testing.assert_allclose(made.bands @ [1, 0.5, 0.01, 0.01], made.E, rtol=1e-12)
 
@@ -131,7 +130,7 @@ def test_finished_work_is_not_done_again(finished, pipe, monkeypatch):
         raise AssertionError("work was done again")
 
     monkeypatch.setattr(calibrate.CalibrationWorker, "run", refuse)
-    assert calibrate.calibrate(pipe, settings("joint"), work) == made
+    assert calibrate.run(pipe, settings("joint"), work) == made
 
 
 def _copy(work, tmp_path):
@@ -157,29 +156,29 @@ def test_damage_is_found_and_mended(finished, pipe, tmp_path, harm, caplog):
         context = sorted((work / "trajectories").glob("*.safetensors"))[0]
         context.write_bytes(context.read_bytes()[:-4] + b"\0\0\0\1")
         path.unlink()
-    assert calibrate.calibrate(pipe, settings("isolated"), work) == made
+    assert calibrate.run(pipe, settings("isolated"), work) == made
     assert ("damaged or of another plan" in caplog.text) == (harm in ("half", "altered", "other plan"))
 
 
 def test_a_changed_plan_is_refused_and_names_what_changed(finished, pipe, tmp_path):
     work = finished["isolated"][0]
     with pytest.raises(HeartError, match=r"another calibration \(different: contexts, seed\)"):
-        calibrate.calibrate(pipe, settings("isolated", seed=1, contexts=4), work)
+        calibrate.run(pipe, settings("isolated", seed=1, contexts=4), work)
     with pytest.raises(HeartError, match="different: model"):
-        calibrate.calibrate(wan_pipe(layers=3), settings("isolated"), work)
+        calibrate.run(wan_pipe(layers=3), settings("isolated"), work)
     with pytest.raises(HeartError, match="different: model"):
-        calibrate.calibrate(wan_pipe(layers=2, seed=9), settings("isolated"), work)
+        calibrate.run(wan_pipe(layers=2, seed=9), settings("isolated"), work)
     with pytest.raises(HeartError, match="different: dtype"):
-        calibrate.calibrate(wan_pipe(layers=2).to(torch.bfloat16), settings("isolated"), work)
+        calibrate.run(wan_pipe(layers=2).to(torch.bfloat16), settings("isolated"), work)
     with pytest.raises(HeartError, match="records already: resume"):
-        calibrate.calibrate(pipe, settings("isolated"), work, resume=False)
+        calibrate.run(pipe, settings("isolated"), work, resume=False)
     copy = _copy(work, tmp_path)
     (copy / "plan.json").write_text("{}")
     with pytest.raises(HeartError, match="damaged or of another version"):
-        calibrate.calibrate(pipe, settings("isolated"), copy)
+        calibrate.run(pipe, settings("isolated"), copy)
     (copy / "plan.json").unlink()
     with pytest.raises(HeartError, match="records but no plan"):
-        calibrate.calibrate(pipe, settings("isolated"), copy)
+        calibrate.run(pipe, settings("isolated"), copy)
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(finished, pipe, tmp_path, monkeypatch):
@@ -197,9 +196,9 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(finished, pipe, tmp_path,
         with pytest.raises(
             HeartError, match=r"cannot be written \(No space left on device\): what is finished is kept"
         ):
-            calibrate.calibrate(pipe, settings("isolated"), work)
+            calibrate.run(pipe, settings("isolated"), work)
     assert {p.name for p in (work / "records").iterdir()} == before
-    assert calibrate.calibrate(pipe, settings("isolated"), work) == made
+    assert calibrate.run(pipe, settings("isolated"), work) == made
 
 
 def test_the_model_is_given_back_whatever_happens(pipe, tmp_path, monkeypatch):
@@ -208,13 +207,13 @@ def test_the_model_is_given_back_whatever_happens(pipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr(calibrate.Runner, "records", fail)
     with pytest.raises(RuntimeError, match="in the middle"):
-        calibrate.calibrate(pipe, settings("isolated"), tmp_path)
+        calibrate.run(pipe, settings("isolated"), tmp_path)
     assert not any("forward" in m.__dict__ for m in pipe.transformer.modules())
     assert all(type(b.attn1.processor).__mro__[1] is object for b in pipe.transformer.blocks)
 
 
 def test_svg2_and_the_conditional_velocity(pipe, tmp_path):
-    made = calibrate.calibrate(
+    made = calibrate.run(
         pipe, settings("probes", SVG2(6, 10, init_iters=5), velocity="cond", strata="sparse"), tmp_path
     )
     assert made.backbone["name"] == "svg2" and made.settings["velocity"] == "cond"
@@ -223,30 +222,10 @@ def test_svg2_and_the_conditional_velocity(pipe, tmp_path):
 
 def test_other_budgets(pipe, finished):
     _, made, _ = finished["isolated"]
-    looser = search.solve(settings("isolated", min_sparsity=0.1), made.E, made.S)
+    looser = search.solve(settings("isolated", budget="sparsity=0.1"), made.E, made.S)
     assert looser.sparsity >= 0.1 and looser.objective <= made.solver["objective"]
-    by_mean = search.solve(settings("isolated", max_mean_threshold=0.8), made.E, made.S)
+    by_mean = search.solve(settings("isolated", budget="threshold=0.8"), made.E, made.S)
     assert by_mean.thresholds.mean() <= 0.8 + 1e-9
-
-
-@pytest.mark.parametrize(
-    "wrong, told",
-    [
-        ({"method": "magic"}, "method is one of"), ({"velocity": "raw"}, "'guided' or 'cond'"),
-        ({"candidates": (0.5, 1.5)}, "lie in 0"), ({"shared": 0.0}, "shared threshold"),
-        ({"start": "dense"}, "'shared' or 'isolated'"), ({"min_sparsity": 0.5, "max_mean_threshold": 0.9}, "one budget"),
-    ],
-)  # fmt: skip
-def test_wrong_settings_are_one_sentence(wrong, told):
-    with pytest.raises(HeartError, match=told):
-        settings(**wrong)
-
-
-def test_settings_have_the_papers_and_our_defaults():
-    probes, joint = settings("probes", candidates=None), settings("joint", candidates=None)
-    assert probes.taus == (0.85, 0.9, 0.95) and probes.strata == "paper"
-    assert joint.taus == (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98) and joint.strata == "sparse"
-    assert dataclasses.replace(joint, candidates=(0.5,)).taus == (0.5, 0.9)
 
 
 def test_two_transformers_are_refused(pipe, tmp_path):
@@ -254,4 +233,18 @@ def test_two_transformers_are_refused(pipe, tmp_path):
         transformer, transformer_2, scheduler = pipe.transformer, pipe.transformer, pipe.scheduler
 
     with pytest.raises(HeartError, match="two transformers"):
-        calibrate.calibrate(Both(), settings(), tmp_path)
+        calibrate.run(Both(), settings(), tmp_path)
+
+
+def test_the_verb_writes_the_file_and_takes_presets(pipe, tmp_path):
+    more = {"call": CALL, "method": "isolated", "contexts": 2, "held_out_contexts": 0, "dense_steps": 2}
+    given = {"prompts": ["a red ball"], "held_out": [], "candidates": (0.6, 0.9), **more}
+    made = calibrate.calibrate(pipe, XAttention(stride=4, block=8), out=tmp_path / "a.heart.json", **given)
+    assert file.Calibration.load(tmp_path / "a.heart.json", pipe.transformer) == made
+    assert (tmp_path / "a.work" / "plan.json").exists() and list(made.verification) == ["calibration"]
+    again = calibrate.calibrate(pipe, XAttention(stride=4, block=8), **given)  # a temporary work folder
+    assert again == made
+    with pytest.raises(HeartError, match=r"ends in \.heart\.json"):
+        calibrate.calibrate(pipe, out="x.json")
+    with pytest.raises(HeartError, match="no such setting"):
+        calibrate.calibrate(pipe, call=CALL, colour="red")

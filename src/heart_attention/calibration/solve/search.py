@@ -74,12 +74,10 @@ class Trials:
 
 def solve(settings: Settings, E: np.ndarray, S: np.ndarray, min_sparsity: float | None = None) -> solver.Result:
     """The assignment within the budget; `min_sparsity` overrides the sparsity of the shared threshold."""
-    if settings.max_mean_threshold is not None:
-        return solver.solve(E, S, max_mean_threshold=settings.max_mean_threshold, thresholds=settings.taus)
-    least = settings.min_sparsity if min_sparsity is None else min_sparsity
-    if least is None:
-        return solver.solve(E, S, shared=settings.shared, thresholds=settings.taus)
-    return solver.solve(E, S, min_sparsity=least, thresholds=settings.taus)
+    budget = settings.budget
+    if budget.kind != "threshold" and min_sparsity is not None:
+        return solver.solve(E, S, min_sparsity=min_sparsity, thresholds=settings.taus)
+    return solver.solve_budget(E, S, settings.taus, budget)
 
 
 def figures(got: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class Search:
             if new:
                 self.seen[choice] = self.trials.verify(f"verifying, round {self.number}", choice)
             got = self.seen[choice]
-            short = target - got["sparsity"] if self.settings.max_mean_threshold is None else 0.0
+            short = target - got["sparsity"] if self.settings.budget.kind != "threshold" else 0.0
             accepted = short <= SLACK and got["error"] < bar
             if new:
                 self.log.append({"round": self.number, "gamma": gamma, "accepted": bool(accepted), **figures(got)})

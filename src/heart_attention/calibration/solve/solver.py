@@ -25,45 +25,11 @@ import numpy as np
 
 from ...errors import HeartError
 from .assignment import Problem, exact, make_problem
+from .budget import Budget
 
 TOLERANCE = 1e-9  # on the mean sparsity (or threshold): the shared threshold itself is exactly tight
 METHODS = ("exact", "dp", "cbc")
 _CELLS = 50_000_000  # up to so many additions the mean-threshold budget goes to the integer DP
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a solution must keep to: `kind` is "shared" (as sparse as one shared τ), "sparsity" or
-    "threshold"."""
-
-    kind: str = "shared"
-    value: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("shared", "sparsity", "threshold"):
-            raise HeartError(f"a budget is shared=τ, sparsity=S or threshold=τ, not {self.kind!r}")
-        if not (isinstance(self.value, int | float) and math.isfinite(self.value) and 0 <= self.value <= 1):
-            raise HeartError(f"the budget {self.kind}={self.value} is outside 0 … 1")
-
-    @classmethod
-    def parse(cls, text: str | float | Budget) -> Budget:
-        """From "shared=0.9", "sparsity=0.6", "threshold=0.9", or a bare number, which is a sparsity."""
-        if isinstance(text, Budget):
-            return text
-        kind, _, value = str(text).replace(":", "=").rpartition("=")
-        try:
-            return cls(kind or "sparsity", float(value))
-        except ValueError as error:
-            raise (
-                error
-                if isinstance(error, HeartError)
-                else HeartError(
-                    f"the budget {text!r} is not shared=τ, sparsity=S or threshold=τ with a number from 0 to 1"
-                )
-            ) from None
-
-    def __str__(self) -> str:
-        return f"{self.kind}={self.value:g}"
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def by_probes(settings: Settings, contexts: Contexts, runner: Runner, layers: in
 
 def assign(settings: Settings, contexts: Contexts, runner: Runner, E: np.ndarray, S: np.ndarray) -> Outcome:
     """The assignment of least ΣE, within the table's budget or, if `realised`, within what forwards show."""
-    if settings.realised and settings.min_sparsity is None and settings.max_mean_threshold is None:
+    if settings.realised and settings.budget.kind == "shared":
         trials = Trials(settings, runner, contexts.calibration, *E.shape[:2])
         target = trials.verify("verifying, start", shared_choice(settings, *E.shape[:2]))["sparsity"]
         search = Search(settings, trials, 0 * E, E, S, 0)
@@ -103,16 +103,16 @@ def by_joint(settings: Settings, contexts: Contexts, runner: Runner, layers: int
     choice = shared_choice(settings, layers, heads)
     trials = Trials(settings, runner, contexts.calibration, layers, heads)
     got = trials.verify("verifying, start", choice)
-    error, target = got["error"], settings.min_sparsity
-    if target is None:
-        target = got["sparsity"]  # what the shared threshold really leaves out with all heads sparse
+    budget, error = settings.budget, got["error"]
+    # Without a budget of its own: what the shared threshold really leaves out with all heads sparse.
+    target = budget.value if budget.kind == "sparsity" else got["sparsity"]
     history: list[dict[str, Any]] = [{"round": 0, "start": "shared", **figures(got)}]
-    outcome, within = None, settings.min_sparsity is None and settings.max_mean_threshold is None
+    outcome, within = None, budget.kind == "shared"
     if settings.start == "isolated":
         start = by_isolated(settings, contexts, runner, layers, heads)
         got = trials.verify("verifying, start", start.choice)
         history.append({"round": 0, "start": "isolated", **figures(got)})
-        fits = got["sparsity"] >= target - SLACK or settings.max_mean_threshold is not None
+        fits = got["sparsity"] >= target - SLACK or budget.kind == "threshold"
         if fits and (got["error"] < error or not within):
             outcome, choice, error, within = start, start.choice, got["error"], True
             outcome.report["joint_error"] = error

@@ -1,19 +1,24 @@
 """A whole calibration: plan, dense trajectories, measurements, assignment, verification; resumable at any point.
 
 Every piece of work is a pure function of the plan and the model and leaves one record in the work folder, so a
-calibration that was killed goes on where it was and ends in the same bytes. The rooms, in the order of the work:
-`settings` (what is wanted), `planning` (what is measured), `runner` (doing it), `methods` and `search` (from
-measurements to thresholds), and here the whole, with its verification and the file.
+calibration that was killed goes on where it was and ends in the same bytes. The modules in the order of the work:
+`settings` (what is wanted), `plan` (what is measured), `tasks` and `runner` (doing it), `solve.strategies` and
+`solve.search` (from measurements to thresholds), and here the whole, with its verification and the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...backbones import Backbone
 from ...errors import HeartError
 from ...execution.executor import Executor, LocalExecutor
 from ...models import family_of
@@ -21,34 +26,83 @@ from .. import experts, file
 from ..measure import draws, trajectory
 from ..solve.search import Outcome, shared_choice
 from ..solve.strategies import BY_NAME
+from .defaults import settings_for
 from .plan import Contexts, draw_contexts, plan
 from .runner import Progress, Runner
 from .settings import Settings
 from .store import Store
 from .tasks import CalibrationWorker, Task, set_up
 
-__all__ = ["Settings", "calibrate", "measure"]
+__all__ = ["Settings", "calibrate", "measure", "run"]
+
+SUFFIX = ".heart.json"
 
 
 def calibrate(
     pipe: Any,
-    settings: Settings,
-    work: Any,
+    backbone: Backbone | str = "xattention",
     *,
+    prompts: Sequence[str] | None = None,
+    held_out: Sequence[str] | None = None,
+    call: dict[str, Any] | None = None,
+    out: str | os.PathLike | None = None,
+    work: str | os.PathLike | None = None,
     resume: bool = True,
     progress: Progress | None = None,
     ray: str | None = None,
     loader: Callable[[], Any] | None = None,
     workers: int | None = None,
-) -> Any:
-    """Calibrate a pipeline's transformer; returns a `file.Calibration` for the caller to save.
+    **settings: Any,
+) -> file.Calibration:
+    """Measure a pipeline's heads and give each its operating point.
 
     Args:
-        work: the work folder; with `resume` a calibration that was stopped goes on there.
+        pipe: a diffusers video pipeline.
+        backbone: a name (the preset's settings for this model) or a backbone with settings of your own.
+        prompts: to calibrate on; None: ten built in. `held_out`: to verify on; None: six built in.
+        call: arguments of the pipeline's call (height, width, num_frames, num_inference_steps …); None: the model's own.
+        out: file to write, `*.heart.json`.
+        work: work folder; None: beside `out`, or a temporary one. With `resume` a stopped calibration goes on there.
         progress: called with (stage, done, total, seconds left or None).
         ray: "auto" or the address of a Ray cluster to spread the work over; `loader` then makes the pipeline there.
-        workers: how many Ray workers; None: as many as the cluster has room for.
+        workers: how many Ray workers; None: as many as the cluster can hold.
+        settings: fields of `Settings`: method, budget, candidates, contexts, rounds, seed, dense_steps, transformer …
     """
+    target = None if out is None else out_path(out)
+    chosen = settings_for(pipe, backbone, prompts, held_out, call, settings)
+    with _work_folder(work, target) as folder:
+        made = run(pipe, chosen, folder, resume=resume, progress=progress, ray=ray, loader=loader, workers=workers)
+    if target is not None:
+        made.save(target)
+    return made
+
+
+def out_path(out: str | os.PathLike) -> Path:
+    """The file that a calibration is written to; another ending is refused."""
+    if not str(out).endswith(SUFFIX):
+        raise HeartError(f"out is {str(out)!r}: give a file name that ends in {SUFFIX}")
+    return Path(out)
+
+
+def work_folder(out: Path) -> Path:
+    """The work folder that belongs to a calibration's file."""
+    return out.with_name(out.name.removesuffix(SUFFIX) + ".work")
+
+
+@contextlib.contextmanager
+def _work_folder(given: str | os.PathLike | None, out: Path | None) -> Iterator[Path]:
+    if given is not None or out is not None:
+        yield Path(given) if given is not None else work_folder(out)  # type: ignore[arg-type]
+        return
+    with tempfile.TemporaryDirectory(prefix="heart-calibration-") as folder:
+        yield Path(folder)
+
+
+def run(
+    pipe: Any, settings: Settings, work: str | os.PathLike, *, resume: bool = True, progress: Progress | None = None,
+    ray: str | None = None, loader: Callable[[], Any] | None = None, workers: int | None = None,
+) -> file.Calibration:  # fmt: skip
+    """A calibration from complete settings (see `calibrate` for the rest)."""
     outcome, verification, document = measure(
         pipe, settings, work, resume=resume, progress=progress, ray=ray, loader=loader, workers=workers
     )
@@ -56,23 +110,19 @@ def calibrate(
 
 
 def measure(
-    pipe: Any, settings: Settings, work: Any, *, resume: bool = True, progress: Progress | None = None,
+    pipe: Any, settings: Settings, work: str | os.PathLike, *, resume: bool = True, progress: Progress | None = None,
     ray: str | None = None, loader: Callable[[], Any] | None = None, workers: int | None = None,
 ) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:  # fmt: skip
     """All of a calibration but the file: outcome, verification figures, plan."""
     document = plan(pipe, settings)
     store = Store(work, document, resume)
     layers, heads = document["model"]["layers"], document["model"]["heads"]
-    with store.held():
-        executor = _executor(pipe, settings, ray, loader, workers)
-        try:
-            runner = Runner(store, executor, progress)
-            contexts = draw_contexts(settings, layers, heads, document.get("served"))
-            runner.trajectories(settings, contexts)
-            outcome = BY_NAME[settings.method](settings, contexts, runner, layers, heads)
-            verification = verification_of(settings, contexts, runner, outcome, layers, heads)
-        finally:
-            executor.close()
+    with store.held(), _executor(pipe, settings, ray, loader, workers) as executor:
+        runner = Runner(store, executor, progress)
+        contexts = draw_contexts(settings, layers, heads, document.get("served"))
+        runner.trajectories(settings, contexts)
+        outcome = BY_NAME[settings.method](settings, contexts, runner, layers, heads)
+        verification = verification_of(settings, contexts, runner, outcome, layers, heads)
     document["grid"] = grid_of(experts.chosen(pipe, settings.transformer), store, contexts)
     return outcome, verification, document
 
@@ -114,15 +164,12 @@ def verification_of(
 
 
 def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], document: dict[str, Any]) -> Any:
-    taus = np.asarray(settings.taus)
-    extra = dict(outcome.extra)
+    """The calibration that a file holds."""
+    taus, extra, call = np.asarray(settings.taus), dict(outcome.extra), settings.call
     bands = extra.pop("bands", None)
-    call = settings.call
-    kept = (
-        "shared", "strata", "velocity", "mean", "dense_steps", "order", "scale_clusters", "contexts", "rounds", "gamma",
-        "start", "realised", "grid",
-    )  # fmt: skip
-    one_of_two = {name: document[name] for name in ("transformer", "served") if name in document}
+    measured = {"grid": document["grid"], "generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale")}
+    if "served" in document:
+        measured |= {"transformer": settings.transformer, "served": document["served"]}
     return file.Calibration(
         thresholds=taus[np.asarray(outcome.choice)],
         backbone=settings.backbone.to_dict(),
@@ -143,8 +190,6 @@ def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], 
         prompts={"count": len(settings.prompts), "hash": file.prompts_hash(settings.prompts)},
         seed=settings.seed,
         versions=file.versions(),
-        settings={name: document[name] for name in kept}
-        | {"generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale")}
-        | one_of_two,
+        settings=settings.saved() | measured,
         extra=extra,
     )

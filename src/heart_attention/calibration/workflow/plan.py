@@ -20,17 +20,17 @@ class Contexts:
 
     def steps(self) -> dict[int, tuple[int, ...]]:
         """The steps of each prompt that must be recorded."""
-        found: dict[int, set[int]] = {}
-        for p, s in [*self.probes, *self.calibration, *self.held_out]:
-            found.setdefault(p, set()).add(s)
-        return {p: tuple(sorted(steps)) for p, steps in sorted(found.items())}
+        of_prompt: dict[int, set[int]] = {}
+        for prompt, step in [*self.probes, *self.calibration, *self.held_out]:
+            of_prompt.setdefault(prompt, set()).add(step)
+        return {prompt: tuple(sorted(steps)) for prompt, steps in sorted(of_prompt.items())}
 
 
 def _strata(settings: Settings, kind: str, served: tuple[int, int] | None) -> list[tuple[int, int]]:
     """The step intervals that draws are taken from, within the steps that the transformer serves."""
     first, last = served or (0, settings.steps - 1)
-    found = draws.strata(last - first + 1, kind, max(0, settings.dense_steps - first))
-    return [(first + a, first + b) for a, b in found]
+    intervals = draws.strata(last - first + 1, kind, max(0, settings.dense_steps - first))
+    return [(first + a, first + b) for a, b in intervals]
 
 
 def draw_contexts(settings: Settings, layers: int, heads: int, served: tuple[int, int] | None = None) -> Contexts:
@@ -43,8 +43,8 @@ def draw_contexts(settings: Settings, layers: int, heads: int, served: tuple[int
         for layer in range(layers):
             for head in range(heads):
                 for step in draws.steps_of_head(seed, layer, head, intervals):
-                    at = probes.setdefault((int(prompt[layer, head]), step), {})
-                    at[layer] = (*at.get(layer, ()), head)
+                    wanted = probes.setdefault((int(prompt[layer, head]), step), {})
+                    wanted[layer] = (*wanted.get(layer, ()), head)
     used = _strata(settings, "sparse", served)
     common = intervals if settings.method != "probes" else used
     calibration = draws.contexts(seed, "calibration", count, common, settings.contexts)
@@ -57,27 +57,16 @@ def draw_contexts(settings: Settings, layers: int, heads: int, served: tuple[int
 
 def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
     """Everything that decides the result, as plain JSON; its hash names the work."""
-    transformer, one_of_two = experts.chosen(pipe, settings.transformer), {}
+    transformer, served = experts.chosen(pipe, settings.transformer), None
     if experts.are_two(pipe):
-        served = experts.served(pipe, settings.transformer, settings.steps)
-        one_of_two = {"transformer": settings.transformer, "served": list(served)}
+        served = list(experts.served(pipe, settings.transformer, settings.steps))
     return {
         "model": file.fingerprint(transformer),
         "dtype": str(transformer.dtype).removeprefix("torch."),
         "scheduler": type(pipe.scheduler).__name__,
-        "backbone": settings.backbone.to_dict(),
-        **{n: getattr(settings, n) for n in _PLAIN},
-        "call": dict(settings.call),
-        "error_settings": dict(settings.error_settings),
+        **settings.planned(),
         "generator": draws.GENERATOR,
         "versions": file.versions(),
         **({} if settings.method == "probes" else {"estimator": gradient.ESTIMATOR}),
-        **one_of_two,
+        **({} if served is None else {"served": served}),
     }
-
-
-_PLAIN = (
-    "method", "candidates", "shared", "strata", "velocity", "mean", "error", "prompts", "held_out", "seed", "dense_steps",
-    "order", "contexts", "held_out_contexts", "rounds", "gamma", "start", "min_sparsity", "max_mean_threshold",
-    "realised", "kernel", "scale_clusters",
-)  # fmt: skip

@@ -1,14 +1,21 @@
-"""What is calibrated and how: the one object that decides, with the model, every byte of a calibration."""
+"""What is calibrated and how: the one object that decides, with the model, every byte of a calibration.
+
+A setting is defined here and nowhere else. Its field says what it defaults to, what the command line calls it, how text
+becomes its value and whether the file records it; the plan's hash takes every field.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from ... import token_order
 from ...errors import HeartError
-from ..measure.candidates import Spec
-from .tasks import Job
+from ..solve.budget import Budget
+
+if TYPE_CHECKING:  # heavy imports: the command line reads the options of this module at every start
+    from ..measure.candidates import Spec
+    from .tasks import Job
 
 METHODS = ("joint", "isolated", "probes")
 PAPER_CANDIDATES = (0.85, 0.9, 0.95)
@@ -16,25 +23,67 @@ CANDIDATES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 
 
 @dataclass(frozen=True)
+class Option:
+    """How the command line sets a field of `Settings`.
+
+    Args:
+        help: one line.
+        parse: from the text that a user writes to the value.
+        choices: all allowed values, where there are few.
+        least: the least allowed number.
+        group: heading that it stands under.
+        metavar: what stands for its value in the help.
+    """
+
+    help: str
+    parse: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+    least: float | None = None
+    group: str = "method"
+    metavar: str | None = None
+
+
+def numbers(text: str | Sequence[float]) -> tuple[float, ...]:
+    """Numbers separated by commas, at least one; a sequence as it is."""
+    if not isinstance(text, str):
+        return tuple(text)
+    try:
+        values = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        values = ()
+    if not values:
+        raise HeartError(f"candidates are {text!r}: write numbers separated by commas")
+    return values
+
+
+def _about(option: Option | None = None, saved: bool = False) -> dict[str, Any]:
+    """What the command line and the file make of a field."""
+    return {"option": option, "saved": saved}
+
+
+_GENERATION = "generations that are measured"
+
+
+@dataclass(frozen=True)
 class Settings:
     """What is calibrated and how.
 
     Args:
-        backbone: `XAttention(...)` or `SVG2(...)` with the settings that inference will use.
+        backbone: `XAttention(...)`, `SVG2(...)` or any other, with the settings that inference will use.
         prompts: texts of the calibration prompts; `held_out`: of prompts used for nothing but verification.
         call: what the pipeline is called with: height, width, num_frames, num_inference_steps, guidance_scale ...
         method: "joint", "isolated" or "probes".
-        candidates: thresholds to choose from; None: the paper's three for probes, seven for the others.
-        shared: the shared threshold that is the start, the comparison and, without another budget, the budget.
+        candidates: thresholds to choose from; None: the paper's three for probes, the backbone's own for the others.
+        budget: what the assignment keeps to: "shared=τ", "sparsity=S" or "threshold=τ".
+        shared: the shared threshold that is the start and the comparison, and with the budget "shared" the budget.
         strata: "paper" or "sparse" step intervals; None: paper for probes, sparse for the others.
         velocity: "guided" (what the sampler uses) or "cond" (the conditional branch alone).
         mean: how contexts are averaged: "plain" or "relative", each by its error in relation to the shared
             threshold's there; None: plain (the paper's) for probes, relative for the others.
-        error: a name that `error.by_name` knows, with `error_settings`.
+        error: a name that `velocity_error.by_name` knows, with `error_settings`.
         contexts, held_out_contexts: how many (prompt, step) pairs for gradients and for verification.
         rounds, gamma, start: of the joint method; gamma is where the line search starts, `start` is "shared" or
             "isolated" (one backward pass a context more, a better place to begin).
-        min_sparsity, max_mean_threshold: a budget other than the shared threshold's sparsity.
         realised: match the sparsity that the shared threshold really has with all heads sparse, checked by forwards,
             rather than the mean of the table. None: so for joint and isolated, the table (the paper's way) for probes.
         dense_steps: steps that stay dense at inference.
@@ -45,61 +94,124 @@ class Settings:
     backbone: Any
     prompts: tuple[str, ...]
     call: dict[str, Any]
-    method: str = "joint"
-    candidates: tuple[float, ...] | None = None
-    shared: float = 0.9
-    strata: str | None = None
-    velocity: str = "guided"
-    mean: str | None = None
-    error: str = "spectral"
-    error_settings: dict[str, Any] = field(default_factory=dict)
-    held_out: tuple[str, ...] = ()
-    seed: int = 0
-    dense_steps: int = 5
-    order: Any = "raster"
-    contexts: int = 6
-    held_out_contexts: int = 6
-    rounds: int = 1
-    gamma: float = 2.0
-    start: str = "isolated"
-    min_sparsity: float | None = None
-    max_mean_threshold: float | None = None
-    realised: bool | None = None
-    kernel: str = "auto"
-    scale_clusters: bool = False
-    transformer: str | None = None
+    method: str = field(default="joint", metadata=_about(Option("probes: the paper's", choices=METHODS)))
+    candidates: tuple[float, ...] | None = field(
+        default=None,
+        metadata=_about(Option("thresholds to choose from (default: by the method)", numbers, metavar="τ,τ,…")),
+    )
+    budget: Budget = field(
+        default=None,
+        metadata=_about(Option("shared=τ, sparsity=S or threshold=τ (default shared=0.9)", Budget.parse, metavar="B")),
+    )
+    shared: float = field(default=None, metadata=_about(saved=True))
+    strata: str | None = field(
+        default=None,
+        metadata=_about(Option("steps to draw from (default: by the method)", choices=("paper", "sparse")), saved=True),
+    )
+    velocity: str = field(
+        default="guided",
+        metadata=_about(
+            Option("error of the guided or of the conditional velocity", choices=("guided", "cond")), saved=True
+        ),
+    )
+    mean: str | None = field(
+        default=None,
+        metadata=_about(
+            Option(
+                "of errors over contexts: relative to the shared threshold's in each, or plain (default: by the method)",
+                choices=("plain", "relative"),
+            ),
+            saved=True,
+        ),
+    )
+    error: str = field(
+        default="spectral",
+        metadata=_about(Option("spectral (default), mse, attention, or one that a plugin registers")),
+    )
+    error_settings: dict[str, Any] = field(default_factory=dict, metadata=_about())
+    held_out: tuple[str, ...] = field(default=(), metadata=_about())
+    seed: int = field(default=0, metadata=_about(Option("of all draws", int, least=0)))
+    dense_steps: int = field(
+        default=5,
+        metadata=_about(
+            Option("first steps that stay dense at inference (default 5)", int, least=0, group=_GENERATION), saved=True
+        ),
+    )
+    order: Any = field(
+        default="raster",
+        metadata=_about(
+            Option(
+                "token order, or a config of heart tune-order", group=_GENERATION, metavar="raster|tiles|CONFIG.json"
+            ),
+            saved=True,
+        ),
+    )
+    contexts: int = field(
+        default=6, metadata=_about(Option("prompt-step pairs for gradients and verification", int, least=1), saved=True)
+    )
+    held_out_contexts: int = field(
+        default=6, metadata=_about(Option("prompt-step pairs of held-out prompts", int, least=0))
+    )
+    rounds: int = field(default=1, metadata=_about(Option("rounds of the joint method", int, least=1), saved=True))
+    gamma: float = field(default=2.0, metadata=_about(saved=True))
+    start: str = field(
+        default="isolated",
+        metadata=_about(Option("where the joint method starts", choices=("shared", "isolated")), saved=True),
+    )
+    realised: bool | None = field(default=None, metadata=_about(saved=True))
+    kernel: str = field(default="auto", metadata=_about(Option("kernel that runs the trials", group="where it runs")))
+    scale_clusters: bool = field(default=False, metadata=_about(saved=True))
+    transformer: str | None = field(
+        default=None,
+        metadata=_about(Option("of a pipeline with two (Wan2.2)", choices=("transformer", "transformer_2"))),
+    )
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise HeartError(f"the method is one of {', '.join(METHODS)}, not {self.method!r}")
-        if self.velocity not in ("guided", "cond"):
-            raise HeartError(f"the velocity is 'guided' or 'cond', not {self.velocity!r}")
-        if self.mean not in (None, "plain", "relative"):
-            raise HeartError(f"the mean over contexts is 'plain' or 'relative', not {self.mean!r}")
-        if self.start not in ("shared", "isolated"):
-            raise HeartError(f"the joint method starts from 'shared' or 'isolated', not {self.start!r}")
+        from ... import token_order
+
+        self._check_options()
         if not self.prompts:
             raise HeartError("there are no prompts to calibrate on: give at least one")
-        if self.min_sparsity is not None and self.max_mean_threshold is not None:
-            raise HeartError("give one budget only: min_sparsity or max_mean_threshold")
+        probes = self.method == "probes"
+        self._put("budget", Budget.parse("shared=0.9" if self.budget is None else self.budget))
+        self._put("shared", self._shared())
+        self._put("candidates", self._candidates())
+        self._put("strata", self.strata or ("paper" if probes else "sparse"))
+        self._put("mean", self.mean or ("plain" if probes else "relative"))
+        self._put("realised", not probes if self.realised is None else self.realised)
+        self._put("order", token_order.read(self.order))
+        self._put("prompts", tuple(self.prompts))
+        self._put("held_out", tuple(self.held_out))
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_options(self) -> None:
+        for name, option in options().items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if option.choices and value not in option.choices:
+                raise HeartError(f"{name} is {str(value)[:40]!r}: it must be one of {', '.join(option.choices)}")
+            if option.least is not None and not (isinstance(value, int) and value >= option.least):
+                raise HeartError(f"{name} is {str(value)[:40]}: it must be a whole number, {option.least:g} or more")
+
+    def _shared(self) -> float:
+        shared = self.budget.value if self.budget.kind == "shared" else 0.9 if self.shared is None else self.shared
+        if not 0 < shared <= 1:
+            raise HeartError(f"the shared threshold lies in 0 … 1, not {shared}")
+        return float(shared)
+
+    def _candidates(self) -> tuple[float, ...]:
         given = self.candidates or (PAPER_CANDIDATES if self.method == "probes" else CANDIDATES)
-        taus = tuple(sorted({float(t) for t in given}))
+        taus = tuple(sorted({*(float(t) for t in given), self.shared}))
         if not all(0 < t <= 1 for t in taus):
             raise HeartError(f"candidate thresholds lie in 0 … 1, not {taus}")
-        if not 0 < self.shared <= 1:
-            raise HeartError(f"the shared threshold lies in 0 … 1, not {self.shared}")
-        object.__setattr__(self, "candidates", tuple(sorted({*taus, float(self.shared)})))
-        object.__setattr__(self, "strata", self.strata or ("paper" if self.method == "probes" else "sparse"))
-        object.__setattr__(self, "mean", self.mean or ("plain" if self.method == "probes" else "relative"))
-        if self.realised is None:
-            object.__setattr__(self, "realised", self.method != "probes")
-        object.__setattr__(self, "order", token_order.read(self.order))
-        object.__setattr__(self, "prompts", tuple(self.prompts))
-        object.__setattr__(self, "held_out", tuple(self.held_out))
+        return taus
 
     @property
     def steps(self) -> int:
-        """Denoising steps of a generation."""
+        """The denoising steps of a generation."""
         return int(self.call.get("num_inference_steps", 50))
 
     @property
@@ -108,13 +220,41 @@ class Settings:
         assert self.candidates is not None
         return self.candidates
 
+    def planned(self) -> dict[str, Any]:
+        """Every field as plain JSON: what the plan's hash is taken of."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return plain | {"backbone": self.backbone.to_dict(), "budget": str(self.budget)}
+
+    def saved(self) -> dict[str, Any]:
+        """The fields that a calibration file records among its settings."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved")}
+
     def spec(self) -> Spec:
         """What heads are run with."""
+        from ..measure.candidates import Spec
+
         return Spec(self.backbone, self.taus, self.order, self.kernel, self.scale_clusters)
 
     def job(self) -> Job:
         """What workers must know."""
+        from .tasks import Job
+
         return Job(
             self.spec(), dict(self.call), self.seed, self.velocity, self.error, dict(self.error_settings),
             self.transformer,
         )  # fmt: skip
+
+
+def options() -> dict[str, Option]:
+    """The settings that the command line offers, by field name."""
+    return {f.name: f.metadata["option"] for f in fields(Settings) if f.metadata.get("option")}
+
+
+def default_of(name: str) -> Any:
+    """The default of a setting."""
+    (found,) = (f for f in fields(Settings) if f.name == name)
+    return _default(found)
+
+
+def _default(one: Field) -> Any:
+    return one.default_factory() if one.default_factory is not MISSING else one.default
