@@ -30,7 +30,7 @@ TYPES = (torch.float32, torch.bfloat16)
 
 # `struct heart_attention` of cpu.c, packed in one go: after a long kernel every line of Python is cold, and building it
 # field by field took as long as a block of queries.
-_ARGUMENTS = struct.Struct("8q 16q q 6q 2q d 2q")
+_ARGUMENTS = struct.Struct("8q 16q q 2q 3q 4q 2q d 2q")
 
 
 class Cpu(Kernel):
@@ -38,10 +38,11 @@ class Cpu(Kernel):
 
     name = "cpu"
     log_sums = True
+    rest_mass = True
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
-        reasons = [] if rest == "drop" else ["it does not approximate the rest"]
+        reasons = []
         try:
             build.load()
         except build.BuildError as error:
@@ -62,27 +63,30 @@ class Cpu(Kernel):
         scale: float | None = None,
         mass: Tensor | None = None,
     ) -> Tensor:
-        """Attention over what the plan keeps, [B, H, N, D]; the inputs may be any views with contiguous rows."""
-        return _run(plan, q, k, v, out, scale, None)
+        """Attention over what the plan keeps and approximates; the inputs may be any views with contiguous rows."""
+        share = None if mass is None else torch.empty(q.shape[:3], dtype=torch.float32)
+        result = _run(plan, q, k, v, out, scale, None, share)
+        if mass is not None and share is not None:
+            mass.copy_(share[:, :, : plan.n_q].mean(-1))
+        return result
 
     def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, rest: str = "drop") -> tuple[Tensor, Tensor]:
-        """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N].
-
-        Parts over disjoint keys add up: weigh their outputs with the softmax of their log-sums.
-        """
+        """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N]."""
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
-        return _run(make_plan(mask, self.name, part=True, rest=rest), q, k, v, None, None, lse), lse
+        return _run(make_plan(mask, self.name, part=True, rest=rest), q, k, v, None, None, lse, None), lse
 
 
 def _run(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: float | None, lse: Tensor | None
-) -> Tensor:
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: float | None, lse: Tensor | None,
+    share: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`lse` and `share` [B, H, N] take the log-sums, and the share of the approximated part in each query's softmax."""
     for reason in _reasons_not_tensor(q):
         raise HeartError(f"kernel 'cpu' cannot serve: {reason}")
     q, k, v = _rows(q), _rows(k), _rows(v)
     result = torch.empty_like(q) if out is None else out  # keeps the layout of a transposed view
     target = _rows(result, copy=False)
-    _call(_arguments(plan, q, k, v, target, scale, lse))
+    _call(_arguments(plan, q, k, v, target, scale, lse, share))
     if target is not result:
         result.copy_(target)
     return result
@@ -100,21 +104,28 @@ def _reasons_not_tensor(q: Tensor) -> list[str]:
 
 
 def _rows(x: Tensor, copy: bool = True) -> Tensor:
-    """x if its rows are contiguous, else a copy of it (or room for one)."""
+    """x if its rows are contiguous, else a copy of it (or space for one)."""
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
     return x.contiguous() if copy else torch.empty(x.shape, dtype=x.dtype)
 
 
 def _arguments(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None
-) -> bytes:
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None,
+    share: Tensor | None,
+) -> bytes:  # fmt: skip
     dim, q_starts, q_perm = q.shape[-1], plan.q_starts, plan.q_perm
+    rest = (
+        (0, 0)
+        if plan.rest_cols is None or not len(plan.rest_cols)
+        else (_pointer(plan.rest_ptr), _pointer(plan.rest_cols))
+    )
     return _ARGUMENTS.pack(
         *plan.counts.shape[:2], dim, plan.n_q, plan.n_k, plan.tail, q_starts.shape[-1] - 1, plan.k_starts.shape[-1] - 1,
         q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3],
         v.data_ptr(), *v.stride()[:3], out.data_ptr(), *out.stride()[:3], _pointer(lse),
-        plan.row_ptr.data_ptr(), plan.cols.data_ptr(), q_starts.data_ptr(), plan.k_starts.data_ptr(),
+        plan.row_ptr.data_ptr(), plan.cols.data_ptr(), *rest, _pointer(share),
+        q_starts.data_ptr(), plan.k_starts.data_ptr(),
         _pointer(q_perm), _pointer(plan.k_perm), q_starts.ndim == 3, q_perm is not None and q_perm.ndim == 3,
         1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, threads(),
     )  # fmt: skip

@@ -4,7 +4,8 @@
  * of two vectors. The kept keys come in tiles of TILE tokens from a list of row numbers, so that small clusters fill a
  * tile together and nothing is copied for them. For each panel: scores of the tile (keys broadcast), running maximum,
  * exponentials and their sum down the lanes, then weights (broadcast) times values. Everything is fp32; keys and values
- * of a head are converted and put into block order once, before its tasks start. */
+ * of a head are converted and put into block order once, before its tasks start. Groups that are approximated come first,
+ * each as one more key: the mean of its keys and of its values, stored after them, and log2 of its size on its score. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -32,6 +33,9 @@ struct heart_attention {
     float *lse;                       /* [B, H, n_q + tail]: log of the sum of each query's weights, or NULL */
     const int64_t *row_ptr;           /* [B, H, q_blocks + 1] */
     const int32_t *cols;              /* [kept] */
+    const int64_t *rest_ptr;          /* [B, H, q_blocks + 1], or NULL if nothing is approximated */
+    const int32_t *rest_cols;         /* [approximated] */
+    float *mass;                      /* [B, H, n_q + tail]: share of the approximated groups in the softmax, or NULL */
     const int32_t *q_starts, *k_starts; /* [blocks + 1], or that for each head */
     const int32_t *q_perm, *k_perm;   /* token at a sorted position, or NULL */
     int64_t own_starts, own_perm;     /* whether each head has its own */
@@ -39,9 +43,10 @@ struct heart_attention {
     int64_t bf16, threads;
 };
 
-/* A head's keys [n][dim] and values [n / TILE][panel][TILE][2 VL] in sorted order. */
+/* A head's keys [n][dim] and values [n / TILE][panel][TILE][2 VL] in sorted order, then the means of its groups. */
 struct packed {
     float *keys, *values;
+    float *bias; /* [k_blocks]: log2 of each group's size */
     int64_t key_stride;
 };
 
@@ -58,6 +63,8 @@ struct tile {
     struct packed kv;
     int64_t n;
     int32_t key[TILE + AHEAD], value[TILE + AHEAD];
+    int means; /* whether they are means, whose scores gain a bias */
+    float bias[TILE];
 };
 
 struct work {
@@ -65,6 +72,7 @@ struct work {
     float *out;      /* [ROWS][padded dim] */
     float *scores;   /* [TILE][2 VL] */
     float *max, *sum; /* [ROWS], the maximum already multiplied with the scale */
+    float *rest_max, *rest_sum; /* the same after the approximated groups alone */
     const struct task *ends, *soon; /* the task whose last tile this is, or NULL; what is likely to come after it */
 };
 
@@ -73,12 +81,18 @@ static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit 
 static int64_t padded(int64_t dim) { return round_up(dim, 2 * VL); }
 static int32_t value_at(int32_t i, int32_t wide) { return i / TILE * TILE * wide + i % TILE * 2 * VL; }
 /* Keys in fp32 and in order are read where they are, unless their rows lie so far apart that pages run out. */
-static int keys_in_place(const struct heart_attention *a) { return !a->bf16 && !a->k_perm && a->k.token <= NEAR; }
-static int64_t keys_size(const struct heart_attention *a) {
-    return keys_in_place(a) ? 0 : round_up((a->n_k + a->tail) * a->dim, 16);
+static int keys_in_place(const struct heart_attention *a) {
+    return !a->bf16 && !a->k_perm && a->k.token <= NEAR && !a->rest_ptr;
 }
+/* Where the mean of a group is: after all tokens. */
+static int64_t mean_at(const struct heart_attention *a, int64_t group) { return a->n_k + a->tail + group; }
+static int64_t packed_rows(const struct heart_attention *a) { return mean_at(a, a->rest_ptr ? a->k_blocks : 0); }
+static int64_t keys_size(const struct heart_attention *a) {
+    return keys_in_place(a) ? 0 : round_up(packed_rows(a) * a->dim, 16);
+}
+static int64_t bias_size(const struct heart_attention *a) { return a->rest_ptr ? round_up(a->k_blocks, 16) : 0; }
 static int64_t packed_size(const struct heart_attention *a) {
-    return keys_size(a) + round_up(a->n_k + a->tail, TILE) * padded(a->dim);
+    return keys_size(a) + bias_size(a) + round_up(packed_rows(a), TILE) * padded(a->dim);
 }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -95,9 +109,9 @@ static int64_t head_at(const struct heart_attention *a, const struct tensor *x, 
 
 /* The i-th packed head, which is `head`. */
 static struct packed packed_at(const struct heart_attention *a, float *buffer, int64_t i, int64_t head) {
-    float *keys = buffer + i * packed_size(a), *values = keys + keys_size(a);
-    if (keys_in_place(a)) return (struct packed){(float *)a->k.data + head_at(a, &a->k, head), values, a->k.token};
-    return (struct packed){keys, values, a->dim};
+    float *keys = buffer + i * packed_size(a), *bias = keys + keys_size(a), *values = bias + bias_size(a);
+    if (keys_in_place(a)) return (struct packed){(float *)a->k.data + head_at(a, &a->k, head), values, bias, a->k.token};
+    return (struct packed){keys, values, bias, a->dim};
 }
 
 static int64_t token_at(const int32_t *perm, int64_t n, int64_t position) {
@@ -109,7 +123,7 @@ INLINE vec read_vec(const struct tensor *x, int bf16, int64_t offset) {
     return bf16 ? load_bf16((const uint16_t *)x->data + offset) : load((const float *)x->data + offset);
 }
 
-/* Asks for a row that will be read soon: rows lie far apart, so the machine does not guess it. Into the second cache:
+/* Prefetches a row that will be read soon: rows lie far apart, so the machine does not guess it. Into the second cache:
  * places of the first are few for rows that lie powers of two apart. */
 INLINE void prefetch_row(const struct tensor *x, int bf16, int64_t offset, int64_t dim) {
     int64_t size = bf16 ? 2 : 4;
@@ -141,6 +155,41 @@ INLINE void pack_keys(const struct heart_attention *a, int bf16, int64_t head, s
             if (d < a->dim && !in_place) key[d] = read_one(&a->k, bf16, k + d);
             value[d / (2 * VL) * TILE * 2 * VL + d % (2 * VL)] = d < a->dim ? read_one(&a->v, bf16, v + d) : 0;
         }
+    }
+}
+
+/* The mean of up to `width` numbers of n rows; row i begins at from + at(i). Sums of a few rows first: the rounding error
+ * of one long sum grows with its length. */
+#define MEAN_ROWS 32
+#define MEAN_OF(to, n, from, at)                                                                                       \
+    do {                                                                                                               \
+        vec total = {0};                                                                                               \
+        for (int64_t first = 0; first < (n); first += MEAN_ROWS) {                                                     \
+            vec part = {0};                                                                                            \
+            for (int64_t i = first; i < least(first + MEAN_ROWS, (n)); i++) part += load((from) + (at));               \
+            total += part;                                                                                             \
+        }                                                                                                              \
+        store((to), total / (float)(n));                                                                               \
+    } while (0)
+
+/* Means of the keys and values of one group, which are packed already. */
+static void pack_means(const struct heart_attention *a, int64_t head, struct packed to, int64_t group) {
+    const int32_t *starts = of_head(a->k_starts, a->own_starts, head, a->k_blocks + 1);
+    int64_t start = starts[group], n = starts[group + 1] - start, wide = padded(a->dim), mean = mean_at(a, group);
+    if (!n) return;
+    to.bias[group] = log2f((float)n);
+    const float *keys = to.keys + start * a->dim;
+    float *key = to.keys + mean * a->dim, *value = to.values + value_at((int32_t)mean, (int32_t)wide);
+    int64_t d = 0;
+    for (; d + VL <= a->dim; d += VL) MEAN_OF(key + d, n, keys + d, i * a->dim);
+    for (; d < a->dim; d++) {
+        double sum = 0;
+        for (int64_t i = 0; i < n; i++) sum += keys[i * a->dim + d];
+        key[d] = (float)(sum / (double)n);
+    }
+    for (d = 0; d < wide; d += VL) {
+        int64_t column = d / (2 * VL) * TILE * 2 * VL + d % (2 * VL);
+        MEAN_OF(value + column, n, to.values + column, value_at((int32_t)(start + i), (int32_t)wide));
     }
 }
 
@@ -197,9 +246,21 @@ INLINE void exponentials(int vectors, float *scores, int64_t n, float c, vec *to
     for (int j = 0; j < vectors; j++) store(sum + j * VL, total[j] + part[j]);
 }
 
-/* Asks for a share of the rows that the present task will write and of the queries that the next one reads: little by
+/* Scores of means [n][vectors VL] multiplied with the scale, the bias added, in place; and their maximum. */
+INLINE void add_bias(int vectors, float *scores, const struct tile *t, float c, vec *top) {
+    for (int j = 0; j < vectors; j++) top[j] = splat(-INFINITY);
+    for (int64_t i = 0; i < t->n; i++)
+        for (int j = 0; j < vectors; j++) {
+            float *at = scores + (i * vectors + j) * VL;
+            vec x = load(at) * c + t->bias[i];
+            store(at, x);
+            top[j] = vmax(x, top[j]);
+        }
+}
+
+/* Prefetches a share of the rows that the present task will write and of the queries that the next one reads: little by
  * little, because many requests at once hold up the loads between them. Inlined by force: a compiler may take a function
- * that only asks for memory for one that does nothing, and leave out its calls. */
+ * that only prefetches for one that does nothing, and leave out its calls. */
 INLINE void prefetch_ends(const struct heart_attention *a, const struct work *w, int64_t panel, int64_t d) {
     const struct task *ends = w->ends, *soon = w->soon;
     if (!ends) return;
@@ -221,12 +282,13 @@ INLINE void prefetch_ends(const struct heart_attention *a, const struct work *w,
 /* One panel of queries, one or two vectors of them in use, against one tile of keys, their first or a later one. */
 INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
                        const struct tile *t, int first_tile) {
-    float room[2 * VL], *factors = first_tile ? NULL : room;
+    float shrink[2 * VL], *factors = first_tile ? NULL : shrink;
     int64_t first = panel * 2 * VL, wide = padded(a->dim);
     float c = (float)(fabs(a->scale) * 1.4426950408889634);
     vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
     scores_tile(vectors, w->queries + first * a->dim, t->kv.keys, t->key, t->n, a->dim, w->scores, top);
-    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, room);
+    if (t->means) add_bias(vectors, w->scores, t, c, top), c = 1;
+    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, shrink);
     for (int64_t d = 0; d < a->dim; d += 2 * VL) {
         const float *values = t->kv.values + d * TILE;
         float *out = w->out + first * wide + d;
@@ -253,25 +315,49 @@ static void run_tile(const struct heart_attention *a, struct work *w, int64_t ro
 
 /* Walks through the keys that a task keeps. */
 struct walk {
+    int64_t rest, rest_end; /* entries of rest_cols that are left: they come first */
     int64_t kept, kept_end; /* entries of cols that are left */
     int64_t from, to;       /* sorted positions that are left of the present block */
     struct tile tile;
 };
 
 static void begin(const struct heart_attention *a, const struct task *task, struct walk *k) {
-    k->kept = k->kept_end = k->from = k->to = 0;
+    k->rest = k->rest_end = k->kept = k->kept_end = k->from = k->to = 0;
     k->tile.kv = task->kv;
     if (task->block < 0) {
         k->from = a->n_k, k->to = a->n_k + a->tail;
     } else {
         const int64_t *row = a->row_ptr + task->head * (a->q_blocks + 1) + task->block;
         k->kept = row[0], k->kept_end = row[1];
+        if (a->rest_ptr) {
+            row = a->rest_ptr + task->head * (a->q_blocks + 1) + task->block;
+            k->rest = row[0], k->rest_end = row[1];
+        }
     }
+}
+
+/* Fills the tile with the means that come next. */
+static void fill_means(const struct heart_attention *a, struct walk *k) {
+    struct tile *to = &k->tile;
+    int32_t wide = (int32_t)padded(a->dim), stride = (int32_t)to->kv.key_stride, first = (int32_t)mean_at(a, 0);
+    to->n = least(k->rest_end - k->rest, TILE);
+    for (int64_t i = 0; i < to->n; i++) {
+        int32_t group = a->rest_cols[k->rest + i];
+        to->key[i] = (first + group) * stride;
+        to->value[i] = value_at(first + group, wide);
+        to->bias[i] = to->kv.bias[group];
+    }
+    k->rest += to->n;
 }
 
 /* Fills the tile with the keys that come next; whether any are left after it. */
 static int fill(const struct heart_attention *a, const struct task *task, struct walk *k) {
     struct tile *to = &k->tile;
+    to->means = k->rest < k->rest_end;
+    if (to->means) {
+        fill_means(a, k);
+        return k->rest < k->rest_end || k->kept < k->kept_end;
+    }
     const int32_t *starts = of_head(a->k_starts, a->own_starts, task->head, a->k_blocks + 1);
     int32_t wide = (int32_t)padded(a->dim), stride = (int32_t)to->kv.key_stride; /* narrow ones go by vectors */
     for (to->n = 0; to->n < TILE;) {
@@ -297,8 +383,9 @@ INLINE void write_rows(const struct heart_attention *a, int bf16, const struct t
         int64_t offset = head + token_at(perm, a->n_q, t->start + r) * a->out.token;
         const float *from = w->out + r * wide;
         float share = 1.0f / w->sum[r];
+        int64_t at = t->head * (a->n_q + a->tail) + token_at(perm, a->n_q, t->start + r);
+        if (a->mass) a->mass[at] = w->rest_sum[r] == 0 ? 0 : w->rest_sum[r] * exp2f(w->rest_max[r] - w->max[r]) * share;
         if (a->lse) { /* a part of a softmax: a query may have no key in it */
-            int64_t at = t->head * (a->n_q + a->tail) + token_at(perm, a->n_q, t->start + r);
             a->lse[at] = (w->max[r] + log2f(w->sum[r])) * 0.6931471805599453f;
             if (w->sum[r] == 0) share = 0;
         }
@@ -312,28 +399,34 @@ INLINE void write_rows(const struct heart_attention *a, int bf16, const struct t
     }
 }
 
-/* Runs a task; `soon` is the one that this thread is likely to get next, so that its queries are asked for early. */
+/* Runs a task; `soon` is the one that this thread is likely to get next, so that its queries are prefetched. */
 static void run_task(const struct heart_attention *a, const struct task *t, const struct task *soon, struct walk *k,
                      struct work *w) {
     if (a->bf16) pack_queries(a, 1, t, w->queries);
     else pack_queries(a, 0, t, w->queries);
-    for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = 0;
+    for (int64_t r = 0; r < ROWS + 2 * VL; r++) w->max[r] = -INFINITY, w->sum[r] = w->rest_sum[r] = 0;
     begin(a, t, k);
     w->soon = soon;
     for (int more = 1, first = 1; more; first = 0) {
         more = fill(a, t, k);
-        if (!k->tile.n) memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4); /* a part without keys */
+        if (first && !k->tile.n) memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4); /* a part without keys */
         w->ends = more ? NULL : t;
         run_tile(a, w, t->rows, &k->tile, first);
+        if (k->tile.means && a->mass) {
+            memcpy(w->rest_max, w->max, (size_t)t->rows * 4);
+            memcpy(w->rest_sum, w->sum, (size_t)t->rows * 4);
+        }
     }
     if (a->bf16) write_rows(a, 1, t, w);
     else write_rows(a, 0, t, w);
 }
 
-static int64_t kept_keys(const struct heart_attention *a, int64_t head, int64_t block) {
+/* Keys that a block of queries meets, a mean counting as one. */
+static int64_t count_keys(const struct heart_attention *a, int64_t head, int64_t block) {
     const int64_t *row = a->row_ptr + head * (a->q_blocks + 1) + block;
+    const int64_t *rest = a->rest_ptr ? a->rest_ptr + head * (a->q_blocks + 1) + block : NULL;
     const int32_t *starts = of_head(a->k_starts, a->own_starts, head, a->k_blocks + 1);
-    int64_t sum = 0;
+    int64_t sum = rest ? rest[1] - rest[0] : 0;
     for (int64_t i = row[0]; i < row[1]; i++) sum += starts[a->cols[i] + 1] - starts[a->cols[i]];
     return sum;
 }
@@ -355,7 +448,7 @@ static int64_t list_tasks(const struct heart_attention *a, int64_t first, int64_
     for (int64_t head = first; head < last; head++) {
         const int32_t *starts = of_head(a->q_starts, a->own_starts, head, a->q_blocks + 1);
         for (int64_t b = 0; b < a->q_blocks; b++)
-            n += cut(tasks ? tasks + n : NULL, head, b, starts[b], starts[b + 1], tasks ? kept_keys(a, head, b) : 0);
+            n += cut(tasks ? tasks + n : NULL, head, b, starts[b], starts[b + 1], tasks ? count_keys(a, head, b) : 0);
         n += cut(tasks ? tasks + n : NULL, head, -1, a->n_q, a->n_q + a->tail, a->tail);
     }
     return n;
@@ -374,11 +467,14 @@ static int make_work(struct work *w, int64_t dim) {
     w->scores = floats(TILE * 2 * VL);
     w->max = floats(ROWS + 2 * VL);
     w->sum = floats(ROWS + 2 * VL);
-    return w->queries && w->out && w->scores && w->max && w->sum;
+    w->rest_max = floats(ROWS + 2 * VL);
+    w->rest_sum = floats(ROWS + 2 * VL);
+    return w->queries && w->out && w->scores && w->max && w->sum && w->rest_max && w->rest_sum;
 }
 
 static void free_work(struct work *w) {
     free(w->queries), free(w->out), free(w->scores), free(w->max), free(w->sum);
+    free(w->rest_max), free(w->rest_sum);
 }
 
 /* Heads [first, last): pack them, then run their tasks, longest first. */
@@ -405,6 +501,12 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
             struct packed to = packed_at(a, buffer, i / chunks, first + i / chunks);
             if (a->bf16) pack_keys(a, 1, first + i / chunks, to, from, least(from + 256, n));
             else pack_keys(a, 0, first + i / chunks, to, from, least(from + 256, n));
+        }
+        if (a->rest_ptr) {
+#pragma omp for schedule(dynamic, 16)
+            for (int64_t i = 0; i < (last - first) * a->k_blocks; i++)
+                pack_means(a, first + i / a->k_blocks, packed_at(a, buffer, i / a->k_blocks, first + i / a->k_blocks),
+                           i % a->k_blocks);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; i++)
