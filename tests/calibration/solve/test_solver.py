@@ -92,7 +92,7 @@ def test_mean_threshold_budget_against_brute_force(kind, heads, candidates, seed
     assert result.thresholds.mean() <= most + 1.001e-9
 
 
-def test_integer_dp_and_the_general_road_agree_on_a_larger_table(monkeypatch):
+def test_integer_dp_and_the_general_method_agree_on_a_larger_table(monkeypatch):
     E, S, _ = instance("random", 200, 5, 3)
     tau = np.array([0.7, 0.8, 0.85, 0.9, 0.95])
     by_dp = solver.solve(E, S, max_mean_threshold=0.84, thresholds=tau)
@@ -250,6 +250,7 @@ def test_bad_inputs_are_refused_in_one_sentence(E, S, more, words):
         ("sparsity:0.6", "sparsity", 0.6),
         ("0.6", "sparsity", 0.6),
         (0.5, "sparsity", 0.5),
+        ("time=0.25", "time", 0.25),
     ],
 )
 def test_budgets_are_parsed(text, kind, value):
@@ -262,3 +263,61 @@ def test_budgets_are_parsed(text, kind, value):
 def test_bad_budgets_are_refused(text):
     with pytest.raises(HeartError, match="budget"):
         solver.Budget.parse(text)
+
+
+# ---------------------------------------- time, phases
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_budget_of_time_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    phases, heads, count = int(rng.integers(1, 3)), int(rng.integers(1, 4)), int(rng.integers(2, 5))
+    E, S, times = (rng.random((phases, heads, count)) for _ in range(3))
+    shares = rng.random((phases, 1)) + 0.1
+    scaled = np.broadcast_to(shares, (phases, heads)).ravel()
+    scaled = scaled / scaled.mean()
+    flat = times.reshape(-1, count)
+    most = float((scaled * flat[np.arange(len(flat)), rng.integers(0, count, len(flat))]).mean())
+    result = solver.solve(E, S, times=times, max_time=most, shares=shares)
+    optimum = brute_force(E.reshape(-1, count), -scaled[:, None] * flat, -len(flat) * (most + 1e-9))
+    assert result.objective == pytest.approx(optimum, rel=1e-12) and result.proven and result.time <= most + 1.001e-9
+    assert result.choice.shape == (phases, heads) and result.to_dict()["budget"] == {"max_time": most}
+    chosen = flat[np.arange(len(flat)), result.choice.ravel()]
+    assert result.time == pytest.approx(float((scaled * chosen).mean()))
+
+
+def test_shares_weigh_the_mean_sparsity():
+    E, S = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 1.0]])
+    assert solver.solve(E, S, min_sparsity=0.75, shares=[3, 1]).choice.tolist() == [1, 0]
+    assert solver.solve(E, S, min_sparsity=0.75, shares=[1, 3]).choice.tolist() == [0, 1]
+    assert solver.solve(E, S, min_sparsity=0.75).choice.tolist() == [1, 1]
+
+
+def test_many_phases_and_points_are_proved_quickly():
+    """6,400 heads and phases with 40 points, phases weighed by what they do to the video."""
+    rng = np.random.default_rng(0)
+    weights = np.array([8.0, 3.0, 1.0, 0.5])[:, None, None, None]
+    times = np.sort(rng.random((4, 40, 40, 40)) * 0.5, axis=-1)
+    decay = np.exp(-8 * rng.random((4, 40, 40, 1)) * times)
+    E = weights * rng.lognormal(-16, 2, (4, 40, 40, 1)) * decay * rng.lognormal(0, 0.3, times.shape)
+    result = solver.solve(E, 1 - times, times=times, max_time=0.15, shares=np.array([12, 13, 12, 8])[:, None, None])
+    assert result.proven and result.gap <= 1e-12 * result.objective and result.time <= 0.15 + 1e-8
+    assert result.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"max_time": 0.5}, "needs the candidates' times"),
+        ({"max_time": math.inf, "times": [[0.1, 0.2]]}, "not a finite number"),
+        ({"max_time": 0.05, "times": [[0.1, 0.2]]}, "least reachable is 0.1"),
+        ({"max_time": 0.5, "times": [[0.1, -0.2]]}, "do not fit"),
+        ({"max_time": 0.5, "times": [[0.1]]}, "do not fit"),
+        ({"min_sparsity": 0.1, "shares": [0]}, "shares"),
+        ({"min_sparsity": 0.1, "shares": [1, 2, 3]}, "shares of shape"),
+        ({"max_time": 0.5, "min_sparsity": 0.1, "times": [[0.1, 0.2]]}, "one budget only"),
+    ],
+)
+def test_bad_times_and_shares_are_refused(more, words):
+    with pytest.raises(HeartError, match=words):
+        solver.solve([[1.0, 2.0]], [[0.1, 0.2]], **more)

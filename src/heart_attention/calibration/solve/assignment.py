@@ -1,11 +1,12 @@
-"""The exact solver's inside: a knapsack with one choice per head, closed by duality, exchanges and a Pareto
-DP.
+"""The exact solver's inside: a knapsack with one choice per head, closed by duality, exchanges and a Pareto DP.
 
     min Σ_i cost[i, x_i]   subject to   Σ_i gain[i, x_i] ≥ need
 
-For any price λ ≥ 0, with r = cost - λ·gain - min_k(cost - λ·gain) ≥ 0, Σcost(x) = L(λ) + Σr(x) + λ·(Σgain(x)
-- need), so L(λ) bounds every choice within the budget from below, and one with r above UB - L is part of none
-  that is better.
+For any price λ ≥ 0, with r = cost - λ·gain - min_k(cost - λ·gain) ≥ 0,
+
+    Σcost(x) = L(λ) + Σr(x) + λ·(Σgain(x) - need),
+
+so L(λ) bounds every choice within the budget from below, and a candidate with r above UB - L is part of no better one.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class _Window:
 
 @dataclass
 class _Half:
-    """States of one half of the heads: gain, Σr, and the way back to each."""
+    """States of one half of the heads: gain, Σr, and the predecessors that lead to each."""
 
     heads: np.ndarray
     gain: np.ndarray

@@ -1,7 +1,6 @@
-"""One threshold candidate per head, least total error, under one budget: solved exactly, with a certified
-bound.
+"""One candidate per head, least total error, under one budget: solved exactly, with a certified bound.
 
-    min Σ_i E[i, x_i]   subject to   mean_i S[i, x_i] ≥ S_min    (or mean threshold ≤ τ_max)
+    min Σ_i E[i, x_i]   subject to   mean_i S[i, x_i] ≥ S_min    (or mean threshold ≤ τ_max, or mean time ≤ T)
 
 Raw errors are 1e-9 … 1e-5, below the absolute tolerances of the usual ILP solvers, which then stop far from
 the optimum and call it optimal. So this is an own solver. For any λ ≥ 0, with r = E - λS - min_k(E - λS) ≥ 0,
@@ -42,6 +41,7 @@ class Result:
         gap: objective - bound, computed without cancellation; 0 up to rounding when the optimum is proved.
         sparsity: mean S of the choice.  thresholds: its thresholds, if candidates' thresholds were given.
         budget: what was asked for.  proven: whether the optimum was proved (else only the bound holds).
+        time: mean time of the choice, if times were given.
         seconds: time taken; not part of a comparison.
     """
 
@@ -54,6 +54,7 @@ class Result:
     method: str
     budget: dict[str, float]
     proven: bool
+    time: float | None = None
     seconds: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,10 +63,10 @@ class Result:
         out = {name: getattr(self, name) for name in keep}
         if self.thresholds is not None:
             out["mean_threshold"] = math.fsum(self.thresholds.ravel()) / self.thresholds.size
-        return out
+        return out if self.time is None else out | {"time": self.time}
 
 
-# ---------------------------------------------------------------- the public function
+# ---------------------------------------- the public function
 
 
 def solve(
@@ -77,56 +78,60 @@ def solve(
     shared: float | None = None,
     method: str = "exact",
     tolerance: float = TOLERANCE,
+    *,
+    times: Any = None,
+    max_time: float | None = None,
+    shares: Any = None,
 ) -> Result:
     """Choose one candidate per head: least Σ E within the budget.
 
     Args:
-        E, S: errors and realised sparsities, [heads, candidates] or [layers, heads, candidates].
-        min_sparsity: least mean S.  max_mean_threshold: greatest mean threshold.  shared: at least the mean S
-        of the
-            candidate with this threshold (0.9 when no budget is given).
+        E, S: errors and realised sparsities, [heads, candidates], with further axes (layers, phases) in front or not.
+        min_sparsity: least mean S.  max_mean_threshold: greatest mean threshold.  shared: at least the mean S of the
+            candidate with this threshold (0.9 when no budget is given).  max_time: greatest mean of `times`.
         thresholds: the candidates' thresholds, [candidates] or one row a head.
         method: "exact" (own solver, certified), "cbc" (PuLP with CBC as in the paper, scaled and verified) or
             "dp" (integer dynamic programme; mean-threshold budget only).
+        times: what each candidate takes, shaped as E.
+        shares: how much each head counts in a mean of S or of times, as E without its last axis or what broadcasts to
+            it; phases of different length, say. None: all alike.
     """
     start = time.perf_counter()
-    E, S, tau, shape = _checked(E, S, thresholds)
+    tables = _Tables.checked(E, S, thresholds, times, shares)
     if method not in METHODS:
         raise HeartError(f"the solver's method is one of {', '.join(METHODS)}, not {method!r}")
-    given = [b for b in (min_sparsity, max_mean_threshold, shared) if b is not None]
-    if len(given) > 1:
-        raise HeartError("give one budget only: min_sparsity, max_mean_threshold or shared")
+    if sum(b is not None for b in (min_sparsity, max_mean_threshold, shared, max_time)) > 1:
+        raise HeartError("give one budget only: min_sparsity, max_mean_threshold, shared or max_time")
+    if max_mean_threshold is None and method == "dp":
+        raise HeartError("the integer DP serves the mean-threshold budget only: use method 'exact' or 'cbc'")
     if max_mean_threshold is not None:
-        x, gap, proven, budget, used = _by_threshold(E, tau, max_mean_threshold, tolerance, method)
+        x, gap, proven, budget, used = _by_threshold(tables.E, tables.tau, max_mean_threshold, tolerance, method)
+    elif max_time is not None:
+        x, gap, proven, budget, used = _by_time(tables, max_time, tolerance, method)
     else:
-        if method == "dp":
-            raise HeartError("the integer DP serves the mean-threshold budget only: use method 'exact' or 'cbc'")
-        budget = _sparsity_budget(S, tau, min_sparsity, shared)
-        problem = make_problem(E, S, len(E) * (budget["min_sparsity"] - tolerance))
-        _refuse_infeasible(problem, "sparsity", budget["min_sparsity"], 1.0)
-        x, gap, proven = _run(problem, method)
-        used = method
-    rows = np.arange(len(x))
-    objective = math.fsum(E[rows, x])
+        x, gap, proven, budget, used = _by_sparsity(tables, min_sparsity, shared, tolerance, method)
+    objective = math.fsum(tables.E[np.arange(len(x)), x])
     return Result(
-        choice=x.reshape(shape),
+        choice=x.reshape(tables.shape),
         objective=objective,
         bound=objective - gap,
         gap=gap,
-        sparsity=math.fsum(S[rows, x]) / len(x),
-        thresholds=None if tau is None else tau[rows, x].reshape(shape),
+        sparsity=tables.mean(tables.S, x),
+        thresholds=None if tables.tau is None else tables.tau[np.arange(len(x)), x].reshape(tables.shape),
         method=used,
         budget=budget,
         proven=proven,
+        time=None if tables.times is None else tables.mean(tables.times, x),
         seconds=time.perf_counter() - start,
     )
 
 
-def solve_budget(E: Any, S: Any, thresholds: Any, budget: Budget | str | float, method: str = "exact") -> Result:
-    """`solve` with a `Budget`."""
+def solve_budget(
+    E: Any, S: Any, thresholds: Any, budget: Budget | str | float, method: str = "exact", **more: Any
+) -> Result:
+    """`solve` with a `Budget`; one of time needs `times` besides."""
     budget = Budget.parse(budget)
-    key = {"shared": "shared", "sparsity": "min_sparsity", "threshold": "max_mean_threshold"}[budget.kind]
-    return solve(E, S, thresholds=thresholds, method=method, **{key: budget.value})
+    return solve(E, S, thresholds=thresholds, method=method, **{_KEYS[budget.kind]: budget.value}, **more)
 
 
 def reachable(S: Any) -> tuple[float, float]:
@@ -135,7 +140,43 @@ def reachable(S: Any) -> tuple[float, float]:
     return math.fsum(S.min(1)) / len(S), math.fsum(S.max(1)) / len(S)
 
 
-# ---------------------------------------------------------------- inputs and budgets
+# ---------------------------------------- inputs and budgets
+
+_KEYS = {"shared": "shared", "sparsity": "min_sparsity", "threshold": "max_mean_threshold", "time": "max_time"}
+_Solved = tuple[np.ndarray, float, bool, dict[str, float], str]  # choice, gap, proven, budget, method
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The inputs as checked tables with a row a head, [n, K]."""
+
+    E: np.ndarray
+    S: np.ndarray
+    tau: np.ndarray | None
+    times: np.ndarray | None
+    shares: np.ndarray  # [n], the mean is 1
+    shape: tuple[int, ...]
+
+    @classmethod
+    def checked(cls, E: Any, S: Any, thresholds: Any, times: Any, shares: Any) -> _Tables:
+        """Refuse what does not fit."""
+        E, S = _table(E, "the error table"), _table(S, "the sparsity table")
+        if E.shape != S.shape:
+            raise HeartError(f"the error table's shape {E.shape} differs from the sparsity table's {S.shape}")
+        if not (S >= 0).all() or not (S <= 1).all():
+            raise HeartError(f"sparsities must lie in 0 … 1, not {S.min():g} … {S.max():g}")
+        tau = None if thresholds is None else _thresholds(thresholds, E.shape)
+        if times is not None:
+            times = _table(times, "the table of times")
+            if times.shape != E.shape or (times < 0).any():
+                raise HeartError(f"times of shape {times.shape}, least {times.min():g}, do not fit tables of {E.shape}")
+        count = E.shape[-1]
+        flat = [None if x is None else x.reshape(-1, count) for x in (E, S, tau, times)]
+        return cls(flat[0], flat[1], flat[2], flat[3], _shares(shares, E.shape[:-1]), E.shape[:-1])  # type: ignore
+
+    def mean(self, table: np.ndarray, x: np.ndarray) -> float:
+        """The mean of a choice's entries, heads weighed by their shares."""
+        return math.fsum(self.shares * table[np.arange(len(x)), x]) / len(x)
 
 
 def _table(values: Any, name: str) -> np.ndarray:
@@ -143,48 +184,69 @@ def _table(values: Any, name: str) -> np.ndarray:
         table = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         raise HeartError(f"{name} is not a rectangular table of numbers") from None
-    if table.ndim not in (2, 3) or table.size == 0:
+    if table.ndim not in (2, 3, 4) or table.size == 0:
         raise HeartError(f"{name} has shape {table.shape}, not [heads, candidates] or [layers, heads, candidates]")
     if not np.isfinite(table).all():
         raise HeartError(f"{name} holds {int((~np.isfinite(table)).sum())} numbers that are not finite: measure again")
     return table
 
 
-def _checked(E: Any, S: Any, thresholds: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, tuple[int, ...]]:
-    E, S = _table(E, "the error table"), _table(S, "the sparsity table")
-    if E.shape != S.shape:
-        raise HeartError(f"the error table's shape {E.shape} differs from the sparsity table's {S.shape}")
-    shape, count = E.shape[:-1], E.shape[-1]
-    if not (S >= 0).all() or not (S <= 1).all():
-        raise HeartError(f"sparsities must lie in 0 … 1, not {S.min():g} … {S.max():g}")
-    tau = None
-    if thresholds is not None:
-        try:
-            tau = np.asarray(thresholds, dtype=np.float64)
-            tau = np.broadcast_to(tau, E.shape).reshape(-1, count)
-        except ValueError:
-            raise HeartError(f"thresholds of shape {np.shape(thresholds)} do not fit tables of {E.shape}") from None
-        if not np.isfinite(tau).all():
-            raise HeartError("the candidates' thresholds hold a number that is not finite")
-    return E.reshape(-1, count), S.reshape(-1, count), tau, shape
+def _thresholds(values: Any, shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        tau = np.broadcast_to(np.asarray(values, dtype=np.float64), shape)
+    except ValueError:
+        raise HeartError(f"thresholds of shape {np.shape(values)} do not fit tables of {shape}") from None
+    if not np.isfinite(tau).all():
+        raise HeartError("the candidates' thresholds hold a number that is not finite")
+    return tau
 
 
-def _sparsity_budget(
-    S: np.ndarray, tau: np.ndarray | None, min_sparsity: float | None, shared: float | None
-) -> dict[str, float]:
+def _shares(values: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if values is None:
+        return np.ones(math.prod(shape))
+    try:
+        shares = np.broadcast_to(np.asarray(values, dtype=np.float64), shape).ravel()
+    except (TypeError, ValueError):
+        raise HeartError(f"shares of shape {np.shape(values)} do not fit tables of {shape}") from None
+    if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
+        raise HeartError("shares of heads must be finite, not negative and not all 0")
+    return shares * (len(shares) / math.fsum(shares))
+
+
+def _by_sparsity(
+    tables: _Tables, min_sparsity: float | None, shared: float | None, tolerance: float, method: str
+) -> _Solved:
+    budget = _sparsity_budget(tables, min_sparsity, shared)
+    need, gain = budget["min_sparsity"], tables.shares[:, None] * tables.S
+    problem = make_problem(tables.E, gain, len(gain) * (need - tolerance))
+    _refuse_infeasible(problem, "sparsity", need, 1.0)
+    return *_run(problem, method), budget, method
+
+
+def _by_time(tables: _Tables, most: float, tolerance: float, method: str) -> _Solved:
+    if tables.times is None:
+        raise HeartError("a budget of time needs the candidates' times: give times=")
+    if not math.isfinite(most):
+        raise HeartError(f"the budget max_time={most} is not a finite number")
+    gain = -tables.shares[:, None] * tables.times
+    problem = make_problem(tables.E, gain, -len(gain) * (most + tolerance))
+    _refuse_infeasible(problem, "time", most, -1.0)
+    return *_run(problem, method), {"max_time": float(most)}, method
+
+
+def _sparsity_budget(tables: _Tables, min_sparsity: float | None, shared: float | None) -> dict[str, float]:
     if min_sparsity is not None:
         if not math.isfinite(min_sparsity):
             raise HeartError(f"the budget min_sparsity={min_sparsity} is not a finite number")
         return {"min_sparsity": float(min_sparsity)}
     shared = 0.9 if shared is None else float(shared)
-    if tau is None:
+    if tables.tau is None:
         raise HeartError("a budget is missing: give min_sparsity, or the candidates' thresholds to match a shared one")
-    at = np.isclose(tau, shared, rtol=0, atol=1e-9)
-    if not at.any(1).all():
-        known = ", ".join(f"{t:g}" for t in np.unique(tau)[:20])
+    matching = np.isclose(tables.tau, shared, rtol=0, atol=1e-9)
+    if not matching.any(1).all():
+        known = ", ".join(f"{t:g}" for t in np.unique(tables.tau)[:20])
         raise HeartError(f"no candidate has the shared threshold {shared:g} to match: candidates are {known}")
-    column = at.argmax(1)
-    return {"shared": shared, "min_sparsity": math.fsum(S[np.arange(len(S)), column]) / len(S)}
+    return {"shared": shared, "min_sparsity": tables.mean(tables.S, matching.argmax(1))}
 
 
 def _refuse_infeasible(problem: Problem, what: str, asked: float, sign: float) -> None:
@@ -206,9 +268,7 @@ def _run(problem: Problem, method: str) -> tuple[np.ndarray, float, bool]:
     return exact(problem)
 
 
-def _by_threshold(
-    E: np.ndarray, tau: np.ndarray | None, most: float, tolerance: float, method: str
-) -> tuple[np.ndarray, float, bool, dict[str, float], str]:
+def _by_threshold(E: np.ndarray, tau: np.ndarray | None, most: float, tolerance: float, method: str) -> _Solved:
     """The mean-threshold budget: the same problem with gain -τ, where sums lie on a grid."""
     if tau is None:
         raise HeartError("the mean-threshold budget needs the candidates' thresholds: give thresholds=")
@@ -227,13 +287,12 @@ def _by_threshold(
     return *_run(problem, method), budget, method
 
 
-# ---------------------------------------------------------------- the mean-threshold budget on its grid
+# ---------------------------------------- the mean-threshold budget on its grid
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Thresholds as integers: τ of head i and candidate k is base_i + unit · steps[i, k], `base` = Σ
-    base_i."""
+    """Thresholds as integers: τ of head i and candidate k is base_i + unit · steps[i, k]; `base` is Σ base_i."""
 
     steps: np.ndarray
     unit: Fraction
@@ -252,8 +311,8 @@ class _Grid:
 
     def capacity(self, most: float, tolerance: float) -> int:
         """How many steps all heads may take together."""
-        room = (Fraction(most) + Fraction(tolerance)) * len(self.steps) - self.base
-        return min(math.floor(room / self.unit), int(self.steps.max(1).sum()))
+        left = (Fraction(most) + Fraction(tolerance)) * len(self.steps) - self.base
+        return min(math.floor(left / self.unit), int(self.steps.max(1).sum()))
 
 
 def _integer_dp(cost: np.ndarray, steps: np.ndarray, capacity: int) -> np.ndarray:
