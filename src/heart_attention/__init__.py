@@ -32,6 +32,7 @@ _PUBLIC = {
     "Warmup": "online.reuse",
     "Always": "online.reuse",
     "Calibration": "calibration.file",
+    "register_family": "models",
     "HeartError": "errors",
     "register_kernel": "kernels.registry",
 }

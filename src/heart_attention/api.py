@@ -33,7 +33,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
             calibrations' files.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
-    from .models import attachment, inspect, ulysses
+    from .models import attachment, inspect
 
     transformers = inspect.transformers_of(model)
     if any(attachment.attachment_of(t) is not None for t in transformers):
@@ -58,7 +58,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
     else:
         attached = [attachment.attach(model, engine)]
     for one, table in zip(attached, costs):
-        ulysses.deal_by_cost(one, table)
+        one.assign_heads(table)
 
 
 @contextmanager
@@ -193,11 +193,11 @@ def _check(config: HeartConfig, transformers: list[Any]) -> None:
 def _costs(config: HeartConfig, transformers: int) -> list[Any]:
     """What heads cost [L, H], of each transformer, where they are to be dealt by it; else nothing."""
     from .calibration import experts
-    from .models import ulysses
+    from .models import head_assignment
 
     if config.deal != "cost":
         return []
-    return [ulysses.costs_of(one) for one in experts.for_each(config.thresholds, transformers)]
+    return [head_assignment.head_costs(one) for one in experts.for_each(config.thresholds, transformers)]
 
 
 def _as_call(call: Any) -> CallContext:

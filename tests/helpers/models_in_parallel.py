@@ -1,9 +1,18 @@
 """A small generation, and a transformer spread over ranks, for tests of several processes."""
 
+import numpy as np
 import tiny_models as tiny
 import torch
 
+import heart_attention as heart
+from heart_attention.calibration.file import Calibration
+
 STEPS = 6
+THRESHOLDS = [[0.5, 0.9, 1.0, 0.7], [0.8, 0.6, 0.95, 0.5]]  # [L, H]
+
+
+def model():
+    return tiny.wan(num_attention_heads=4)
 
 
 def inputs(step):
@@ -28,3 +37,25 @@ def parallel(transformer, cp_plan=None, **degrees):
     torch.accelerator.device_count = lambda: 1
     transformer.enable_parallelism(config=ContextParallelConfig(**degrees), cp_plan=cp_plan)
     return transformer
+
+
+def config(**changes):
+    given = {
+        "backbone": heart.XAttention(stride=4, block=8),
+        "thresholds": THRESHOLDS,
+        "reuse": heart.TMR(delta=1.3, gate=(0.3, 0.6)),
+        "dense_steps": 1,
+        "force_sparse": True,
+    }
+    return heart.HeartConfig(**{**given, **changes})
+
+
+def calibration():
+    """One with these thresholds, in which some heads are measured to be dear and some cheap."""
+    candidates = np.unique(THRESHOLDS)
+    density = np.array([[0.1, 0.1, 0.9, 0.9], [0.9, 0.1, 0.1, 0.9]])  # [L, H]
+    tables = np.broadcast_to(density[..., None], (2, 4, len(candidates)))
+    backbone = {"name": "xattention", "stride": 4, "block": 8}
+    return Calibration(
+        thresholds=np.array(THRESHOLDS), backbone=backbone, candidates=candidates, E=tables, S=1 - tables
+    )

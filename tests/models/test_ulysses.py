@@ -1,61 +1,27 @@
-"""Ulysses context parallelism with two processes: equal to one process; ring refused; heads dealt by cost."""
+"""Ulysses context parallelism with two processes: equal to one process; ring refused; heads assigned by cost."""
 
-import json
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models_in_parallel import generate, parallel
+from models_in_parallel import calibration, config, generate, model, parallel
 
 import heart_attention as heart
 from heart_attention import HeartError
-from heart_attention.calibration.file import Calibration
-from heart_attention.cli.main import main
 from heart_attention.masks import Text
 from heart_attention.models.attachment import attach, attachment_of
-from heart_attention.models.ulysses import _shares, balance, costs_of, deal_by_cost, deal_heads, imbalance, split_heads
+from heart_attention.models.ulysses import _shares
 
 SHIPPED = Path(heart.__file__).parent / "tiny" / "calibrations" / "xattention.heart.json"
-
-THRESHOLDS = [[0.5, 0.9, 1.0, 0.7], [0.8, 0.6, 0.95, 0.5]]  # [L, H]
-
-
-def model():
-    return tiny.wan(num_attention_heads=4)
-
-
-def config(**changes):
-    given = {
-        "backbone": heart.XAttention(stride=4, block=8),
-        "thresholds": THRESHOLDS,
-        "reuse": heart.TMR(delta=1.3, gate=(0.3, 0.6)),
-        "dense_steps": 1,
-        "force_sparse": True,
-    }
-    return heart.HeartConfig(**{**given, **changes})
 
 
 def engine():
     from heart_attention.online.engine import Engine
 
     return Engine(config(), layers=2, heads=4)
-
-
-def calibration():
-    """One with these thresholds, in which some heads are measured to be dear and some cheap."""
-    candidates = np.unique(THRESHOLDS)
-    density = np.array([[0.1, 0.1, 0.9, 0.9], [0.9, 0.1, 0.1, 0.9]])  # [L, H]
-    tables = np.broadcast_to(density[..., None], (2, 4, len(candidates)))
-    backbone = {"name": "xattention", "stride": 4, "block": 8}
-    return Calibration(
-        thresholds=np.array(THRESHOLDS), backbone=backbone, candidates=candidates, E=tables, S=1 - tables
-    )
 
 
 # Other families, and options for two ranks: the 13 text tokens of HunyuanVideo-1.5 do not divide by two.
@@ -110,11 +76,11 @@ def work(rank, folder):
     attach(one := model(), handler := engine())  # enabled first, made parallel afterwards
     results["engine"] = generate(parallel(one, ulysses_degree=2))
     results["decisions"] = decisions(handler)
-    heart.enable(dealt := parallel(model(), ulysses_degree=2), config(thresholds=calibration()), deal="cost")
-    results["dealt"] = generate(dealt)
-    handler = attachment_of(dealt).handler
-    results["dealt decisions"] = decisions(handler)
-    results["deal"] = {row.layer: row.heads for row in handler.recorder.rows if row.heads}
+    heart.enable(assigned := parallel(model(), ulysses_degree=2), config(thresholds=calibration()), deal="cost")
+    results["by cost"] = generate(assigned)
+    handler = attachment_of(assigned).handler
+    results["decisions by cost"] = decisions(handler)
+    results["assignment"] = {row.layer: row.heads for row in handler.recorder.rows if row.heads}
     for name, options in OTHERS.items():
         results[name] = other_run(name, seen := tiny.Seen(), ulysses_degree=2, **options)
         results[name, "seen"] = [shape for _, shape in seen.calls[:1]], seen.passed
@@ -156,7 +122,7 @@ def test_two_ranks_equal_one_process(results):
     ]
 
 
-@pytest.mark.parametrize(("what", "how"), [("engine", "decisions"), ("dealt", "dealt decisions")])
+@pytest.mark.parametrize(("what", "how"), [("engine", "decisions"), ("by cost", "decisions by cost")])
 def test_thresholds_and_gate_go_over_all_heads(results, what, how):
     attach(transformer := model(), handler := engine())
     expected = generate(transformer)
@@ -198,10 +164,10 @@ def test_text_that_lies_otherwise_is_not_taken_for_known():
     assert shares([Text(32, 6)], [19, 19], item_by_item=True) == [] == shares(None, [19, 19])
 
 
-def test_heads_go_where_they_were_dealt(results):
-    assert [found["deal"] for found in results] == [{0: [0, 2], 1: [0, 1]}, {0: [1, 3], 1: [2, 3]}]
+def test_heads_go_where_they_were_assigned(results):
+    assert [found["assignment"] for found in results] == [{0: [0, 2], 1: [0, 1]}, {0: [1, 3], 1: [2, 3]}]
     for found in results:
-        assert torch.equal(found["dealt"], found["engine"])  # who computes a head changes nothing
+        assert torch.equal(found["by cost"], found["engine"])  # who computes a head changes nothing
 
 
 def test_uneven_heads(results):
@@ -214,71 +180,3 @@ def test_ring_is_refused_with_what_to_use(results):
     for found in results:
         for key in ("ring", "late ring"):
             assert "ring_degree=2" in found[key] and "ulysses_degree=2" in found[key]
-
-
-# -- dealing heads by cost -------------------------------------------------------------------------------
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=24), st.integers(2, 4))
-def test_a_deal_is_complete_even_in_number_and_no_worse_than_in_order(costs, ranks):
-    try:
-        in_order = split_heads(len(costs), ranks)
-    except HeartError:
-        return
-    deal = deal_heads(costs, ranks)
-    assert sorted(h for part in deal for h in part) == list(range(len(costs)))
-    assert sorted(map(len, deal)) == sorted(map(len, in_order))
-    assert imbalance(costs, deal) <= imbalance(costs, in_order) * (1 + 1e-9) or len(set(map(len, in_order))) > 1
-
-
-def test_a_deal_evens_out_what_order_does_not():
-    costs = [0.9] * 6 + [0.1] * 6
-    assert imbalance(costs, split_heads(12, 2)) == pytest.approx(1.8)
-    assert imbalance(costs, deal_heads(costs, 2)) == pytest.approx(1.0)
-
-
-def test_costs_from_a_calibration():
-    class Calibrated:
-        S = np.array([[[0.8, 0.5], [0.9, 0.2]]])  # [L, H, K]
-        choice = np.array([[1, 0]])
-
-    assert costs_of(Calibrated) == [pytest.approx([0.5, 0.1])]
-
-
-@pytest.mark.parametrize("thresholds", [0.9, THRESHOLDS, Calibration(THRESHOLDS, {"name": "xattention"})])
-def test_dealing_by_cost_needs_measured_densities(thresholds):
-    transformer = model()
-    with pytest.raises(HeartError, match="no such table"):
-        heart.enable(transformer, config(thresholds=thresholds), deal="cost")
-    assert attachment_of(transformer) is None
-    with pytest.raises(HeartError, match="deal is 'dice'"):
-        config(deal="dice")
-
-
-def test_dealing_by_cost_changes_nothing_on_one_process():
-    one, other = model(), model()
-    heart.enable(one, config(thresholds=calibration()))
-    heart.enable(other, config(thresholds=calibration(), deal="cost"))
-    assert torch.equal(generate(one), generate(other))
-
-
-def test_balance_of_a_calibration():
-    found = balance(costs_of(calibration()), 2)
-    assert found == pytest.approx({"order": 1.4, "order, worst layer": 1.8, "cost": 1.0, "cost, worst layer": 1.0})
-
-
-def test_heart_show_tells_the_balance_of_the_shipped_calibration(capsys):
-    assert main(["show", str(SHIPPED), "--ranks", "2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["balance"]
-    assert told == {"ranks": 2, **balance(costs_of(Calibration.load(SHIPPED)), 2)}
-    assert 1 <= told["cost"] <= told["order"]
-    assert main(["show", str(SHIPPED), "--ranks", "2", "--colour", "never"]) == 0
-    assert f"2 ranks, dearest over mean: order {told['order']:.3f}" in capsys.readouterr().out
-    assert main(["show", str(SHIPPED), "--ranks", "0"]) == 1
-
-
-def test_too_many_ranks_and_wrong_costs():
-    with pytest.raises(HeartError, match="2 attention heads cannot be shared by 3 ranks"):
-        split_heads(2, 3)
-    attachment = attach(model(), tiny.Seen())
-    with pytest.raises(HeartError, match=r"1 layers but the transformer has 2"):
-        deal_by_cost(attachment, [[1.0] * 4])

@@ -243,9 +243,9 @@ def run_show(args: argparse.Namespace) -> int:
 
 def _balance(made: Any, ranks: int, as_json: bool) -> Any:
     """How evenly GPUs share the heads: figures, or a line to read."""
-    from ..models import ulysses
+    from ..models import head_assignment
 
-    found = ulysses.balance(ulysses.costs_of(made), ranks)
+    found = head_assignment.balance(head_assignment.head_costs(made), ranks)
     if as_json:
         return {"ranks": ranks, **found}
     figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())

@@ -1,13 +1,11 @@
 """Attach a handler to a diffusers video transformer: it then answers every video attention call of it.
 
-`attach` swaps the processors of the attention layers, listens to the pipeline's `cache_context` and resets
-through a hook on a child module that is never called, and marks the start of each forward. `detach` leaves
-nothing behind. The engine, the recorder and calibration all come in by this road.
+`attach` swaps the processors of the attention layers, listens to the pipeline (listener.py) and marks the start of
+each forward. `detach` leaves nothing behind. The engine, the recorder and calibration all come in by this road.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import weakref
@@ -16,20 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.hooks.hooks import HookRegistry, ModelHook, StateManager
-from torch._dynamo.eval_frame import skip_code
 
 from ..errors import HeartError
 from ..masks import Text
 from ..online.call import CallContext, Handler
 from ..online.clock import Clock
-from . import custom_ops, family_of, processors
+from . import compat, custom_ops, family_of, plain_copy, processors
+from .compat import unwrapped
 from .families.base import Family, Grid, count
-from .inspect import transformers_of, unwrapped
+from .head_assignment import Costs, check_costs
+from .inspect import layers_and_heads, transformers_of
+from .listener import CHILD, Listener
 from .ulysses import check_parallel
 
-logger = logging.getLogger(__name__)
-CHILD = "_heart_clock"  # the child module that carries our hook
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,22 +63,26 @@ class Layer:
         """What the layer's processor passes as its backend."""
         return self.info.module.processor._heart_tag
 
-    def take(self) -> str | None:
+    @property
+    def installed(self) -> bool:
+        """Whether the module's present processor is ours."""
+        return processors.layer_of(self.info.module.processor) is self
+
+    def install(self) -> str | None:
         """Put our processor in place of the module's present one; a reason if that cannot be."""
-        module = self.info.module
-        present = module.processor
-        if getattr(present, "_heart_layer", None) is self:
+        if self.installed:
             return None
-        present = processors.original(present)
+        module = self.info.module
+        present = processors.original(module.processor)
         reason = processors.reason_not(present)
         if reason is None:
             module.processor = processors.intercept(present, self)
         return reason
 
-    def give_back(self) -> None:
+    def remove(self) -> None:
         """Put the user's processor back and let ours, wherever it is kept, run plainly."""
         module, self.attachment = self.info.ref(), None
-        if module is not None and getattr(module.processor, "_heart_layer", None) is self:
+        if module is not None and processors.layer_of(module.processor) is self:
             module.processor = processors.original(module.processor)
 
 
@@ -96,7 +98,8 @@ class Attachment:
         self.costs: list[tuple[float, ...]] | None = None  # of each layer's heads, where ranks share them by cost
         self._call: CallContext | None = None
         self._tokens = 0
-        self._said: set[str] = set()
+        self._unreadable = ""  # why the family could not read this forward's inputs
+        self._warned: set[str] = set()
         self._layers = [
             Layer(LayerInfo(i, name, family.kind, weakref.ref(module)), self)
             for i, (name, module) in enumerate(family.find(transformer))
@@ -119,7 +122,17 @@ class Attachment:
         """This forward's video tokens (0 if unknown), and where text lies among them in each batch item."""
         return self._tokens, None if self._call is None else self._call.text
 
-    # -- at work ----------------------------------------------------------------------------------------
+    @property
+    def hook_id(self) -> int:
+        """The id of the hook that marks the start of a forward."""
+        return self._hook.id
+
+    def assign_heads(self, costs: Costs) -> None:
+        """Let ranks share heads by these costs [L, H], the same on every rank."""
+        self.costs = check_costs(costs, len(self._layers))
+
+    # ---------------------------------------- at work
+
     def start(self, timestep: Any, grid: Grid | None, inputs: list[torch.Tensor]) -> None:
         """A forward begins."""
         moment = self.clock.tick(timestep)
@@ -131,19 +144,33 @@ class Attachment:
             branch=moment.branch,
             generation=moment.generation,
             grid=grid,
-            text=self.family.text(inputs, self._tokens),
+            text=self._text(inputs),
         )
         self.handler.start_forward(self._call)
         for layer in self._layers:
-            self._keep(layer)
+            self._reinstall(layer)
             layer.calls = 0
 
-    def _keep(self, layer: Layer) -> None:
+    def _text(self, inputs: list[torch.Tensor]) -> list[Text] | None:
+        try:
+            return self.family.text(inputs, self._tokens)
+        except Exception as error:  # a user's family, or inputs of another form: the model itself can go on
+            self.cannot_read(error)
+            return None
+
+    def cannot_read(self, error: Exception) -> None:
+        """The family failed on this forward's inputs: its layers run dense, and say so."""
+        name, what = type(self.family).__name__, f"{type(error).__name__}: {error}"
+        self._unreadable = (
+            f"the family {name} cannot read the inputs of {type(self.transformer).__name__} ({what[:120]})"
+        )
+
+    def _reinstall(self, layer: Layer) -> None:
         """The user may have set other processors since: serve those."""
-        present = layer.info.module.processor
-        if getattr(present, "_heart_layer", None) is layer:
+        if layer.installed:
             return
-        reason = None if present is layer.refused else layer.take()
+        present = layer.info.module.processor
+        reason = None if present is layer.refused else layer.install()
         if reason is not None:
             layer.refused = present
         if present is layer.refused:
@@ -153,16 +180,17 @@ class Attachment:
         self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: processors.Dense, **at: Any
     ) -> torch.Tensor:
         """One call of a layer; q, k, v [B, H, N, D]."""
-        call = self._at(layer)
+        call = self._call_at(layer)
+        call.text = self.family.locate(call.text, self._tokens, q)
         for name, value in at.items():  # empty but under context parallelism
             setattr(call, name, value)
         reason = self._reason_not(call, q, k, dense)
         if reason is not None:
-            self._pass(call, reason)
+            self._note_fallback(call, reason)
             return dense(q, k, v)
         return self.handler.attend(call, q, k, v, dense)
 
-    def _at(self, layer: Layer) -> CallContext:
+    def _call_at(self, layer: Layer) -> CallContext:
         call = CallContext(layer=layer.info.index) if self._call is None else self._call.at_layer(layer.info.index)
         if self.family.item_by_item:
             call.item, layer.calls = layer.calls, layer.calls + 1
@@ -172,6 +200,8 @@ class Attachment:
     def _reason_not(self, call: CallContext, q: torch.Tensor, k: torch.Tensor, dense: processors.Dense) -> str | None:
         if self._call is None:
             return "attention outside a forward of the transformer"
+        if self._unreadable:
+            return self._unreadable
         if dense.extra:
             return f"attention with {', '.join(k for k, v in dense.extra.items() if v)}"
         if q.shape != k.shape:
@@ -180,51 +210,52 @@ class Attachment:
 
     def fallback(self, layer: Layer, reason: str) -> None:
         """A layer runs dense without the handler: say why."""
-        self._pass(self._at(layer), reason)
+        self._note_fallback(self._call_at(layer), reason)
 
-    def _pass(self, call: CallContext, reason: str) -> None:
+    def _note_fallback(self, call: CallContext, reason: str) -> None:
         self.handler.fallback(call, reason)
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("Layer %d runs dense: %s.", call.layer, reason)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("Layer %d runs dense: %s.", call.layer, reason)
 
     def reset(self) -> None:
         """End the generation by hand (pipelines do it by themselves)."""
         self.clock.reset()
 
-    # -- coming and going -------------------------------------------------------------------------------
+    # ---------------------------------------- coming and going
+
     def _enter(self) -> None:
         transformer = self.transformer
         for layer in self._layers:
-            reason = layer.take()
+            reason = layer.install()
             if reason is not None:
-                self._leave()
+                self._remove_layers()
                 raise HeartError(
                     f"HEART cannot serve the attention processor {type(layer.info.module.processor).__name__} of "
                     f"{layer.info.name} because {reason}; set the model's own attention processors first."
                 )
-        transformer.add_module(CHILD, _Listener(self.clock))
-        _forget_children(transformer)
+        transformer.add_module(CHILD, Listener(self.clock))
+        compat.forget_child_registries(transformer)
         self._hook = transformer.register_forward_pre_hook(_begin(self, transformer), with_kwargs=True)
-        transformer.__dict__["__deepcopy__"] = _PlainCopy(self)
+        plain_copy.install(self)
         self.clock.listeners.append(self.handler.reset)
 
     def detach(self) -> None:
         """Leave the transformer as it would be without HEART. Detaching twice does nothing."""
         transformer = self._transformer()
-        if transformer is None or getattr(transformer, CHILD, None) is None or not self._layers:
+        if transformer is None or attachment_of(transformer) is not self:
             return
-        self._leave()
+        self._remove_layers()
         self._hook.remove()
-        del transformer.__dict__["__deepcopy__"]
+        plain_copy.remove(transformer)
         delattr(transformer, CHILD)
-        _forget_children(transformer)
+        compat.forget_child_registries(transformer)
         if self.handler.reset in self.clock.listeners:
             self.clock.listeners.remove(self.handler.reset)
 
-    def _leave(self) -> None:
+    def _remove_layers(self) -> None:
         for layer in self._layers:
-            layer.give_back()
+            layer.remove()
         self._layers = []
 
 
@@ -246,13 +277,12 @@ def attach(
         index: 0, or 1 for that second transformer.
     """
     transformer = unwrapped(transformer)
-    if getattr(transformer, CHILD, None) is not None:
+    if attachment_of(transformer) is not None:
         raise HeartError("HEART is already enabled on this transformer; call heart.disable(...) first.")
     family = family_of(transformer)
-    check_parallel(getattr(transformer, "_parallel_config", None))
+    layers_and_heads(transformer)  # refuses a transformer without layers, or with layers of different kinds
+    check_parallel(transformer)
     attachment = Attachment(transformer, handler, family, clock or Clock(scheduler, family.rising), index)
-    if not attachment.layers:
-        raise HeartError(f"This {type(transformer).__name__} has no attention layer that HEART knows; is it complete?")
     attachment._enter()
     return attachment
 
@@ -274,55 +304,7 @@ def attach_pipeline(pipe: Any, handler: Handler) -> list[Attachment]:
 
 def attachment_of(transformer: torch.nn.Module) -> Attachment | None:
     """The attachment of a transformer, if it has one."""
-    transformer = unwrapped(transformer)
-    plain_copy = transformer.__dict__.get("__deepcopy__")
-    return plain_copy.attachment if isinstance(plain_copy, _PlainCopy) else None
-
-
-# -- listening to the pipeline -------------------------------------------------------------------------
-class _Contexts(StateManager):
-    """Receives every `cache_context` of the transformer."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(None)
-        self.clock = clock
-
-    def set_context(self, context: Any) -> None:
-        self.clock.set_context(context)
-
-    def reset(self, *args: Any, **kwargs: Any) -> None:
-        self.clock.set_context(None)
-
-
-class _ClockHook(ModelHook):
-    _is_stateful = True
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.contexts = _Contexts(clock)
-
-    def _set_context(self, module: torch.nn.Module, context: Any) -> None:
-        self.contexts.set_context(context)  # diffusers before 0.41
-
-    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
-        self.contexts.reset()
-        self.contexts.clock.reset()
-        return module
-
-
-class _Listener(torch.nn.Module):
-    """A module without parameters that is never called, so that no offload or compile meets its hook."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        HookRegistry.check_if_exists_or_initialize(self).register_hook(_ClockHook(clock), "heart_clock")
-
-
-def _forget_children(transformer: torch.nn.Module) -> None:
-    """diffusers remembers which children have hooks: make it look again."""
-    registry = getattr(transformer, "_diffusers_hook", None)
-    if registry is not None and getattr(registry, "_child_registries_cache", None) is not None:
-        registry._child_registries_cache = None
+    return plain_copy.attachment_in(unwrapped(transformer))
 
 
 def _begin(attachment: Attachment, transformer: torch.nn.Module) -> Callable[..., None]:
@@ -340,7 +322,13 @@ def _begin(attachment: Attachment, transformer: torch.nn.Module) -> Callable[...
 
     @torch.compiler.disable
     def outside(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        attachment.start(*read(module, args, kwargs))
+        attachment._unreadable = ""
+        try:
+            timestep, grid, inputs = read(module, args, kwargs)
+        except Exception as error:  # see `Attachment.cannot_read`
+            attachment.cannot_read(error)
+            timestep, grid, inputs = kwargs.get("timestep"), None, []
+        attachment.start(timestep, grid, inputs)
 
     def begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
@@ -350,27 +338,4 @@ def _begin(attachment: Attachment, transformer: torch.nn.Module) -> Callable[...
             timestep = torch.tensor(float("nan") if timestep is None else float(timestep))
         torch.ops.heart.start(handle, timestep, list(grid or ()), inputs)
 
-    skip_code(begin.__code__)  # no graph of its own
-    return begin
-
-
-class _PlainCopy:
-    """`copy.deepcopy` of an enabled transformer gives a plain one, without HEART."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self.attachment = attachment
-
-    def __call__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        model = self.attachment.transformer
-        _forget_children(model)
-        state = dict(model.__dict__)
-        del state["__deepcopy__"]
-        state["_modules"] = {k: m for k, m in model._modules.items() if k != CHILD}
-        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-            kept = state[name].copy()
-            kept.pop(self.attachment._hook.id, None)
-            state[name] = kept
-        new = type(model).__new__(type(model))
-        memo[id(model)] = new
-        new.__dict__.update(copy.deepcopy(state, memo))
-        return new
+    return compat.outside_graphs(begin)

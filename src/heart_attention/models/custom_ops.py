@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .compat import PARALLEL
+
 _numbers = itertools.count(1)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -50,7 +52,7 @@ def attend(
     from .processors import attend as eager
 
     tag = _objects[int(layer)].tag
-    out = eager(tag, query, key, value, mask, tag.values.get("_parallel_config"))
+    out = eager(tag, query, key, value, mask, tag.values.get(PARALLEL))
     # an operator's result is contiguous, as promised below, and is none of its inputs
     if any(out.data_ptr() == x.data_ptr() for x in (query, key, value)):
         return out.clone(memory_format=torch.contiguous_format)

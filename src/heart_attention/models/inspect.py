@@ -7,14 +7,10 @@ from typing import Any
 import torch
 
 from ..errors import HeartError
-from . import family_of
+from .compat import unwrapped
+from .families.registry import family_of
 
 NAMES = ("transformer", "transformer_2")  # of a pipeline; Wan2.2 has two
-
-
-def unwrapped(transformer: Any) -> Any:
-    """The transformer behind what torch.compile returns, or itself."""
-    return getattr(transformer, "_orig_mod", transformer)
 
 
 def is_pipeline(model: Any) -> bool:
@@ -43,7 +39,13 @@ def named_transformers(pipe: Any) -> dict[str, torch.nn.Module]:
 def layers_and_heads(transformer: Any) -> tuple[int, int]:
     """How many attention layers of this transformer HEART serves, and how many heads each has."""
     modules = attention_modules(transformer)
-    return len(modules), heads_of(modules[0], transformer)
+    heads = sorted({heads_of(module, transformer) for module in modules})
+    if len(heads) > 1:
+        raise HeartError(
+            f"the attention layers of this {type(unwrapped(transformer)).__name__} have {heads[0]} to {heads[-1]} heads: "
+            "its family must find layers of one kind"
+        )
+    return len(modules), heads[0]
 
 
 def attention_modules(transformer: Any) -> list[torch.nn.Module]:
@@ -58,13 +60,17 @@ def attention_modules(transformer: Any) -> list[torch.nn.Module]:
 
 def heads_of(module: Any, transformer: Any) -> int:
     """The number of heads of an attention module; the transformer's config says it where the module does not."""
-    return int(getattr(module, "heads", 0) or unwrapped(transformer).config.num_attention_heads)
+    own = getattr(module, "heads", 0) or getattr(module, "num_heads", 0)  # Kandinsky's word
+    return int(own or unwrapped(transformer).config.num_attention_heads)
 
 
 def head_size(transformer: Any) -> int:
     """The size of an attention head."""
-    module, size = attention_modules(transformer)[0], getattr(transformer.config, "attention_head_dim", None)
-    return int(size or module.to_q.out_features // heads_of(module, transformer))
+    module, size = attention_modules(transformer)[0], getattr(unwrapped(transformer).config, "attention_head_dim", None)
+    if size:
+        return int(size)
+    projection = module.to_q if hasattr(module, "to_q") else module.to_query
+    return projection.out_features // heads_of(module, transformer)
 
 
 def _held(pipe: Any) -> dict[str, torch.nn.Module]:

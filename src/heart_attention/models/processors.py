@@ -7,8 +7,10 @@ processors pass anyway; those that do not (CogVideoX, Mochi, Cosmos) announce th
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import operator
 import threading
 import types
 from collections.abc import Callable
@@ -17,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from . import compat
+from .compat import BACKEND, DISPATCH, SDPA
 from .ulysses import attend_in_parallel
 
 if TYPE_CHECKING:
     from .attachment import Layer
-
-DISPATCH, SDPA = "dispatch_attention_fn", "scaled_dot_product_attention"
 
 
 class Tag(str):
@@ -40,7 +42,7 @@ class Tag(str):
     @property
     def backend(self) -> Any:
         """The backend the user chose: None for diffusers' active one."""
-        return self.values.get("_attention_backend", self.default)
+        return self.values.get(BACKEND, self.default)
 
 
 class _Announced(threading.local):
@@ -63,6 +65,8 @@ def reason_not(processor: Any) -> str | None:
     if not isinstance(call, types.FunctionType) or hasattr(call, "__wrapped__"):
         return "its __call__ is decorated or not Python code"
     names = call.__code__.co_names
+    if "AttentionBackendName" in names:
+        return "it chooses an attention backend by itself, for masks that others do not know"
     if DISPATCH in names or (SDPA in names and call.__globals__.get("F") is F):
         return None
     return f"its __call__ uses neither {DISPATCH} nor F.{SDPA}"
@@ -79,6 +83,11 @@ def intercept(processor: Any, layer: Layer) -> Any:
     return new
 
 
+def layer_of(processor: Any) -> Layer | None:
+    """The layer an intercepted processor hands its attention to, None for any other."""
+    return getattr(processor, "_heart_layer", None)
+
+
 def original(processor: Any) -> Any:
     """The user's own processor behind an intercepted one (or itself)."""
     return getattr(processor, "_heart_original", processor)
@@ -87,28 +96,25 @@ def original(processor: Any) -> Any:
 def _tag(processor: Any) -> Tag:
     own = processor._heart_original
     layer, values = processor._heart_layer, own.__dict__
-    default = getattr(type(own), "_attention_backend", None)
-    tag = Tag(_backend_name(values.get("_attention_backend", default)))
+    default = getattr(type(own), BACKEND, None)
+    tag = Tag(compat.backend_name(values.get(BACKEND, default)))
     tag.layer, tag.handle, tag.forward = layer, layer.handle, layer.forward
     tag.scope, tag.values, tag.default = type(own).__call__.__globals__, values, default
     return tag
 
 
-def _backend_name(backend: Any) -> str:
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
-    if backend is None:
-        backend = _AttentionBackendRegistry.get_active_backend()[0]
-    return getattr(backend, "value", backend)
-
-
 def _set_backend(self: Any, value: Any) -> None:
-    self.__dict__["_attention_backend"] = value.backend if isinstance(value, Tag) else value
+    self.__dict__[BACKEND] = value.backend if isinstance(value, Tag) else value
     self._heart_tag = _tag(self)
 
 
 def _reduce(self: Any, protocol: int) -> Any:
-    return self._heart_original.__reduce_ex__(protocol)  # copies and pickles are the user's own processor
+    """Copies and pickles are the user's own processor; whoever loads them needs no HEART."""
+    return operator.getitem, ([self._heart_original], 0)
+
+
+def _copy(self: Any) -> Any:
+    return copy.copy(self._heart_original)
 
 
 @functools.cache
@@ -120,11 +126,12 @@ def _intercepted_class(cls: type) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        "__copy__": _copy,
         "__reduce_ex__": _reduce,
     }
-    if DISPATCH in names and "_attention_backend" in names:
+    if DISPATCH in names and BACKEND in names:
         space["__call__"] = _with_globals(call, {DISPATCH: dispatch})
-        space["_attention_backend"] = property(lambda self: self._heart_tag, _set_backend)
+        space[BACKEND] = property(lambda self: self._heart_tag, _set_backend)
     elif DISPATCH in names:
         space["__call__"] = _announcing(call, {DISPATCH: _announced_dispatch})
     else:
@@ -168,7 +175,9 @@ def _functional() -> types.ModuleType:
     return shim
 
 
-# -- the calls that replace the model's ----------------------------------------------------------------
+# ---------------------------------------- the calls that replace the model's
+
+
 def dispatch(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -230,7 +239,7 @@ def attend(
         dense = Dense(tag, mask, extra)
         dense.parallel = parallel_config
         return dense.raw(query, key, value)
-    if parallel_config is not None and getattr(parallel_config, "context_parallel_config", None) is not None:
+    if parallel_config is not None and compat.context_parallel(parallel_config) is not None:
         return attend_in_parallel(attachment, tag.layer, Dense(tag, mask, extra), query, key, value, parallel_config)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     dense = Dense(tag, mask, extra, (q, k, v), (query, key, value))

@@ -18,9 +18,12 @@ Grid = tuple[int, int, int]
 class Family:
     """One family of transformers: plain video self-attention unless a subclass says otherwise.
 
-    `layers` are patterns of module names; the order of patterns is the order of layers.
+    `classes` are the names of the transformers' classes; `layers` are patterns of module names, whose order is the
+    order of layers. Whatever shares the sequence with video and is none (text, images, history) is told as text:
+    masks keep it exact.
     """
 
+    classes: tuple[str, ...] = ()
     kind = "self"  # or "joint": text tokens share the sequence
     layers: tuple[str, ...] = (r"blocks\.\d+\.attn1",)
     rising = False  # True: the timestep grows while the model denoises
@@ -52,6 +55,10 @@ class Family:
         """Where text lies in each batch item's sequence; `tokens` counts the video's."""
         return None
 
+    def locate(self, text: list[Text] | None, tokens: int, q: torch.Tensor) -> list[Text] | None:
+        """The same for the sequence of one call, q [B, H, N, D], where only its length tells."""
+        return text
+
     def reason_not(
         self, tokens: int, text: list[Text] | None, q: torch.Tensor, mask: torch.Tensor | None
     ) -> str | None:
@@ -67,6 +74,13 @@ def wrong_length(tokens: int, text: list[Text] | None, q: torch.Tensor) -> str |
     if not tokens or q.shape[2] == expected:
         return None
     return f"a sequence of {q.shape[2]} tokens where the video's grid gives {expected}"
+
+
+def no_padding(mask: torch.Tensor | None) -> str | None:
+    """Why a mask cannot be a text's padding: it is that if it is [B, 1, 1 or N, N] and alike for all heads."""
+    if mask is None or (mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])):
+        return None
+    return f"an attention mask of shape {tuple(mask.shape)}, which is not the text's padding"
 
 
 def count(grid: Grid | None) -> int:

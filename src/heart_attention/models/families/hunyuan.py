@@ -1,4 +1,4 @@
-"""HunyuanVideo and HunyuanVideo-1.5: joint attention, text after the video, valid tokens first, then padding."""
+"""HunyuanVideo, 1.5 and Framepack: joint attention, text after the video, valid tokens first, then padding."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 from ...masks import Text
-from .base import Family, Grid, wrong_length
+from .base import Family, Grid, no_padding, wrong_length
 
 
 class HunyuanVideo(Family):
     """The padding mask says how many text tokens are valid; the rest are unused slots."""
 
+    classes = ("HunyuanVideoTransformer3DModel",)
     kind = "joint"
     mask_is_padding = True
     layers = (r"transformer_blocks\.\d+\.attn", r"single_transformer_blocks\.\d+\.attn")
 
-    def grid(self, config: Any, given: Mapping[str, Any]) -> Grid:
+    def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:
         """Frames, rows, columns."""
         *_, frames, height, width = given["hidden_states"].shape
         t, p = config.patch_size_t, config.patch_size
@@ -37,14 +38,13 @@ class HunyuanVideo(Family):
         self, tokens: int, text: list[Text] | None, q: torch.Tensor, mask: torch.Tensor | None
     ) -> str | None:
         """The mask [B, 1, 1 or N, N] is the text's padding and nothing else."""
-        n = q.shape[2]
-        if mask is not None and (mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, n)):
-            return f"an attention mask of shape {tuple(mask.shape)}, which is not the text's padding"
-        return wrong_length(tokens, text, q)
+        return no_padding(mask) or wrong_length(tokens, text, q)
 
 
 class HunyuanVideo15(HunyuanVideo):
     """Text of two encoders and image tokens are sorted by the model: all valid ones first."""
+
+    classes = ("HunyuanVideo15Transformer3DModel",)
 
     def inputs(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
         """Both padding masks and the image's embeddings, which are all zero for text-to-video."""
@@ -57,3 +57,30 @@ class HunyuanVideo15(HunyuanVideo):
         shown = 0 if bool((image == 0).all()) else image.shape[1]
         valid = first.bool().sum(1) + second.bool().sum(1) + shown  # [B]
         return [Text(tokens, count, total - count) for count in valid.tolist()]
+
+
+class Framepack(HunyuanVideo):
+    """History at three resolutions comes before the video and counts as video: together they have no one grid.
+
+    After the video come the image's tokens and the text. A single prompt is cut to its valid tokens by the model.
+    """
+
+    classes = ("HunyuanVideoFramepackTransformer3DModel",)
+
+    def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:
+        """History and video have different resolutions."""
+        return None
+
+    def inputs(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The text's padding mask and the image's embeddings."""
+        return [given["encoder_attention_mask"], given["image_embeds"]]
+
+    def text(self, inputs: list[torch.Tensor], tokens: int) -> list[Text]:
+        """Image tokens and valid text, from the end of the sequence that `locate` learns."""
+        mask, image = inputs
+        found = super().text([mask], 0)
+        return [Text(0, image.shape[1] + text.prompt, text.unused if len(found) > 1 else 0) for text in found]
+
+    def locate(self, text: list[Text] | None, tokens: int, q: torch.Tensor) -> list[Text] | None:
+        """The text ends the sequence."""
+        return text and [Text(q.shape[2] - t.end, t.prompt, t.unused) for t in text]

@@ -12,6 +12,7 @@ from .base import Family, Grid
 class LTX(Family):
     """Tokens arrive as a sequence; the grid is told by `num_frames`, `height` and `width`."""
 
+    classes = ("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel")
     layers = (r"transformer_blocks\.\d+\.attn1",)
 
     def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:

@@ -14,6 +14,7 @@ from .base import Family, Grid
 class Mochi(Family):
     """Mochi's timesteps grow from 0 while it denoises."""
 
+    classes = ("MochiTransformer3DModel",)
     kind = "joint"
     layers = (r"transformer_blocks\.\d+\.attn1",)
     rising = True
