@@ -52,9 +52,9 @@ def random_clusters(g, n, q_clusters, k_clusters, density=0.4, heads=2, batch=1)
     return ClusterMask(kept, q_labels, k_labels)
 
 
-def both(mask, q, k, v, **more):
-    want = eager.KERNEL.run(eager.KERNEL.plan(mask), q, k, v, **more)
-    return triton_attention.KERNEL.run(triton_attention.KERNEL.plan(mask), q, k, v, **more), want
+def both(mask, q, k, v, rest="drop", **more):
+    want = eager.KERNEL.run(eager.KERNEL.plan(mask, rest), q, k, v, **more)
+    return triton_attention.KERNEL.run(triton_attention.KERNEL.plan(mask, rest), q, k, v, **more), want
 
 
 def check(mask, q, k, v, **more):
@@ -73,6 +73,54 @@ def test_blocks(n, block, d, density, tail, ordered, seed, block_k):
     order = torch.randperm(n, generator=g) if ordered else None
     more = {"order": order, "tail": tail, "block_k": block_k}
     check(random_blocks(g, n, block, density, heads=1, **more), *qkv(g, n + tail, d, heads=1))
+
+
+@few
+@given(
+    n=st.integers(1, 140), clustered=st.booleans(), block=st.sampled_from([16, 24, 64]), block_k=st.sampled_from([16, 40, 64]),
+    density=st.floats(0, 1), tail=st.integers(0, 9), ordered=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_the_rest_as_means(n, clustered, block, block_k, density, tail, ordered, seed):
+    g = generator(seed)
+    if clustered:
+        return check(random_clusters(g, n, 5, 30, density), *qkv(g, n, 33), rest="mean")
+    blocks = torch.rand(1, 2, -(-n // block), -(-n // block_k), generator=g) < density
+    order = torch.randperm(n, generator=g) if ordered else None
+    mask = BlockMask(blocks, block, n, n, order, tail, block_k=block_k)
+    check(mask, *qkv(g, n + tail, 20), rest="mean")
+
+
+@few
+@given(n=st.integers(1, 90), clustered=st.booleans(), seed=st.integers(0, 99))
+def test_what_is_kept_and_the_rest_alone_add_up(n, clustered, seed):
+    g = generator(seed)
+    mask = random_clusters(g, n, 4, 9) if clustered else random_blocks(g, n, 16)
+    q, k, v = qkv(g, n, 20)
+    (a, a_lse), (b, b_lse) = (triton_attention.KERNEL.run_part(mask, q, k, v, rest) for rest in ("drop", "only"))
+    weight = (a_lse - torch.logaddexp(a_lse, b_lse)).exp().unsqueeze(-1)
+    want = eager.KERNEL.run(eager.KERNEL.plan(mask, "mean"), q, k, v)
+    assert (weight * a + (1 - weight) * b - want).abs().max() <= 2e-6
+
+
+@few
+@given(
+    n=st.integers(1, 300), block=st.sampled_from([64, 128]), d=st.sampled_from([20, 32, 64]), tail=st.integers(0, 9),
+    rest=st.sampled_from(["drop", "mean"]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_keys_through_tensor_descriptors(n, block, d, tail, rest, seed):
+    """As on sm_90, where whole blocks are fetched by descriptor and the cut one reads zeros beyond the last key."""
+    g = generator(seed)
+    mask, x = random_blocks(g, n, block, tail=tail), qkv(g, n + tail, d)
+    x[1][:, :, n:], x[2][:, :, n:] = 1e9, 1e9  # a tail must not leak into the cut block
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "target_of", lambda device: "sm_90")
+        patch.setattr(
+            triton_attention,
+            "_config_wide",
+            lambda d_pad, itemsize, rows: triton_attention.Config(rows, 64, 8, 2, True),
+        )
+        got, want = both(mask, *x, rest=rest)
+    assert (got - want)[:, :, :n].abs().max() <= 2e-6
 
 
 @few
@@ -141,6 +189,12 @@ def test_two_batch_items_and_a_scale():
     check(random_blocks(g, 70, 32, batch=2), *qkv(g, 70, 16, batch=2), scale=0.7)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_scale_that_is_not_positive(scale):
+    g = generator(13)
+    check(random_blocks(g, 70, 32), *qkv(g, 70, 16), scale=scale, rest="mean")
+
+
 def test_more_queries_than_keys():
     g = generator(1)
     q, k, v = qkv(g, 60, 16, heads=1)
@@ -198,7 +252,7 @@ def test_longest_work_comes_first():
     blocks = torch.eye(4, dtype=torch.bool)[None, None].clone()
     blocks[0, 0, 2] = True
     work = triton_attention.KERNEL.plan(BlockMask(blocks, 16, 60, 60)).extra["work16"]
-    assert work[0].tolist() == [0, 32, 48, 2, 6]
+    assert work[0].tolist() == [0, 32, 48, 2, 6, 0, 0]
     assert sorted(work[:, 1].tolist()) == [0, 16, 32, 48] and int(work[:, 2].max()) == 60
 
 

@@ -3,7 +3,9 @@
 Both mask kinds become one list of work, longest first: a tile of a query row and where its kept keys are listed.
 Block masks list key blocks straight from the plan. Clusters list runs of at most 16 neighbouring keys, packed one
 to an int32: a tile of 64 keys is filled from four of them, so small clusters waste little. Token order and cluster
-permutations are gathered inside the kernel: q, k, v are never copied, whatever their strides.
+permutations are gathered inside the kernel: q, k, v are never copied, whatever their strides. From sm_90 on blocks in
+the order in which they come are fetched through tensor descriptors. What a mask leaves out follows the kept keys as
+means of groups, in the same softmax.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +30,7 @@ RUN_BITS = 5  # as in triton_code
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_SIZE_LIMIT = 256
 LOG2E = math.log2(math.e)
+SMALLEST_SCALE = 1e-30  # a scale of nought would turn masked logits into NaN
 PRECISION = "ieee"  # fp32 is the definition, so it is multiplied in full; the setting means nothing for other types
 
 
@@ -39,6 +42,7 @@ class Config:
     block_n: int
     warps: int
     stages: int
+    tiled: bool = False  # keys come through tensor descriptors
 
 
 def launch_options(warps: int, stages: int) -> dict[str, Any]:
@@ -75,23 +79,36 @@ def _target(index: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def config_for(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool) -> Config:
+def config_for(
+    target: str, d_pad: int, itemsize: int, rows: int, gathered: bool, rest: bool = False, block: int = 128
+) -> Config:
     """Launch figures that compile without spills and within shared memory (docs/gpu-evidence.md has the table).
 
     Args:
         target: as `target_of` names it.
         rows: query tokens a program should take, from `tile_rows`.
         gathered: whether tokens are reached through a permutation.
+        rest: whether what is left out is approximated.
+        block: key tokens a block, 0 for clusters: tiles of keys should divide it.
     """
+    config = _config(target, d_pad, itemsize, rows, gathered, rest)
+    keys = min(config.block_n, max(16, block & -block)) if block else config.block_n
+    return replace(config, block_n=keys, tiled=config.tiled and block % keys == 0)
+
+
+def _config(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool, rest: bool) -> Config:
     if target.startswith("gfx"):
         return _config_amd(d_pad, itemsize, rows)
     if itemsize == 4 or d_pad > 128:
         return _config_wide(d_pad, itemsize, rows)
+    tiled = not gathered and (target == "sm_90" or target.startswith("sm_10"))
     if rows < 128:
-        return Config(rows, 64, 4, 2)
-    if d_pad == 128 and not gathered and target.startswith("sm_12"):
+        return Config(rows, 64, 4, 2, tiled)
+    if d_pad == 128 and target.startswith("sm_12") and (rest or not gathered):
         return Config(128, 32, 8, 3)  # 64 keys a tile spill there
-    return Config(128, 64, 8, 3 if target == "sm_80" and not gathered else 2)
+    if target == "sm_90" and tiled:
+        return Config(128, 128, 8, 2, True)
+    return Config(128, 64, 8, 3 if target == "sm_80" and not gathered else 2, tiled)
 
 
 def _config_wide(d_pad: int, itemsize: int, rows: int) -> Config:
@@ -115,7 +132,7 @@ class Triton(Kernel):
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
-        reasons = [] if rest == "drop" else ["it does not approximate the rest"]
+        reasons = []
         if not installed():
             reasons.append("triton is not installed: pip install 'heart-attention[gpu]'")
         if interpreted():
@@ -141,6 +158,8 @@ class Triton(Kernel):
             plan.extra["runs"], plan.extra["run_ptr"] = key_runs(plan)
         rows, plan.extra["block"] = mask.block_shape or (-(-plan.n_q // plan.counts.shape[-1]), 0)
         plan.extra["rows"] = tile_rows(rows)
+        if plan.rest_ptr is not None:
+            plan.extra["bias"] = plan.group_sizes().float().log2().contiguous()  # of empty groups -inf, never listed
         work_list(plan, plan.extra["rows"])
         return plan
 
@@ -236,53 +255,87 @@ def key_runs(plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def work_list(plan: Plan, block_m: int) -> Tensor:
-    """int32 [W, 5]: head, first and end query position, first and end list entry; the longest tiles come first."""
+    """int32 [W, 7]: head, first and end query position, first and end entry of the kept list and of the rest's.
+
+    The longest tiles come first.
+    """
     key = f"work{block_m}"
     if key in plan.extra:
         return plan.extra[key]
     heads, rows, device = plan.shape[0] * plan.shape[1], plan.counts.shape[-1], plan.device
     starts = plan.q_starts.expand(heads, -1) if plan.q_starts.ndim == 1 else plan.q_starts.reshape(heads, -1)
     begin, end = starts[:, :-1].reshape(-1).long(), starts[:, 1:].reshape(-1).long()  # [heads * rows]
-    if plan.kind == "cluster":
-        first, last = plan.extra["run_ptr"][:-1], plan.extra["run_ptr"][1:]
-    else:
-        first = plan.row_ptr[..., :-1].reshape(-1)
-        last = first + plan.counts.reshape(-1)
+    first, last = _kept_range(plan)
+    rest = torch.zeros_like(plan.row_ptr) if plan.rest_ptr is None else plan.rest_ptr
     tiles = (end - begin + block_m - 1) // block_m
     row = torch.repeat_interleave(torch.arange(heads * rows, device=device), tiles)  # [W]
     nth = torch.arange(len(row), device=device) - (tiles.cumsum(0) - tiles)[row]
     q0 = begin[row] + nth * block_m
-    work = torch.stack([row // rows, q0, torch.minimum(q0 + block_m, end[row]), first[row], last[row]], dim=1)
-    work = work[(work[:, 4] - work[:, 3]).argsort(descending=True, stable=True)]
+    ranges = (first, last, rest[..., :-1].reshape(-1), rest[..., 1:].reshape(-1))
+    work = torch.stack([row // rows, q0, torch.minimum(q0 + block_m, end[row]), *(x[row] for x in ranges)], dim=1)
+    size = RUN if plan.kind == "cluster" else plan.extra["block"]  # keys an entry
+    work = work[((work[:, 4] - work[:, 3]) * size + work[:, 6] - work[:, 5]).argsort(descending=True, stable=True)]
     plan.extra[key] = work.to(torch.int32).contiguous()
     return plan.extra[key]
+
+
+def _kept_range(plan: Plan) -> tuple[Tensor, Tensor]:
+    """First and end entry of every row in the list of what it keeps, int64 [heads * rows]."""
+    if plan.kind == "cluster":
+        return plan.extra["run_ptr"][:-1], plan.extra["run_ptr"][1:]
+    first = plan.row_ptr[..., :-1].reshape(-1)
+    return first, first + plan.counts.reshape(-1)
 
 
 def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, lse: Tensor | None = None) -> None:
     """Start the device kernel over the plan's work list; `lse` [B, H, N] takes the log-sums."""
     from . import triton_code
 
-    d = q.shape[-1]
+    d, rest, gathered = q.shape[-1], plan.rest_ptr is not None, plan.q_perm is not None
     d_pad = max(16, 1 << (d - 1).bit_length())
-    config = config_for(target_of(q.device), d_pad, q.element_size(), plan.extra["rows"], plan.q_perm is not None)
+    sizes = (d_pad, q.element_size(), plan.extra["rows"], gathered, rest, plan.extra["block"])
+    config = config_for(target_of(q.device), *sizes)
     work = work_list(plan, config.block_m)
     if not len(work):
         return
-    block = plan.kind == "block"
+    if scale < 0:  # the kernel takes the scale inside its maximum, so it must be positive
+        q, scale = -q, -scale
+    tiles = _descriptors(plan, k, v, config.block_n, d_pad) if config.tiled else None
+    means = _means(plan, k, v) if rest else (work, work, work, work)
     triton_code.attention[(len(work),)](
-        q, k, v, out, work if lse is None else lse, work, plan.cols if block else plan.extra["runs"],
-        work if plan.q_perm is None else plan.q_perm, work if plan.k_perm is None else plan.k_perm,
+        q, k, v, *(tiles or (None, None)), out, work if lse is None else lse, work,
+        plan.extra["runs"] if plan.kind == "cluster" else plan.cols,
+        work if plan.q_perm is None else plan.q_perm, work if plan.k_perm is None else plan.k_perm, *means,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        _perm_step(plan.q_perm), _perm_step(plan.k_perm), q.shape[1], plan.n_k, q.shape[2], scale * LOG2E,
-        D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=plan.q_perm is not None, LSE=lse is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=PRECISION,
+        _step(plan.q_perm), _step(plan.k_perm), _step(plan.extra.get("bias")),
+        q.shape[1], plan.n_k, plan.k_starts.shape[-1] - 1, q.shape[2], max(scale, SMALLEST_SCALE) * LOG2E,
+        D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=gathered, LSE=lse is not None, REST=rest,
+        TILED=tiles is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=PRECISION,
         **launch_options(config.warps, config.stages),
     )  # fmt: skip
 
 
-def _perm_step(perm: Tensor | None) -> int:
-    """Elements from one head's permutation to the next: none when all heads share it."""
-    return 0 if perm is None or perm.ndim == 1 else perm.shape[-1]
+def _descriptors(plan: Plan, k: Tensor, v: Tensor, keys: int, d_pad: int) -> tuple[Any, Any] | None:
+    """Tensor descriptors of k and v with tiles of `keys` tokens; None where their memory is not aligned to 16 bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    k, v = k[:, :, : plan.n_k], v[:, :, : plan.n_k]  # tokens beyond read as zeros
+    for x in (k, v):
+        if x.data_ptr() % 16 or any(x.stride(i) * x.element_size() % 16 for i in range(3)):
+            return None
+    return tuple(TensorDescriptor(x, x.shape, x.stride(), [1, 1, keys, d_pad]) for x in (k, v))  # type: ignore
+
+
+def _means(plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Means of all key groups in the type of the keys, the log2 of their sizes, and which groups rows approximate."""
+    from .ops.triton_predict import group_means
+
+    return group_means(plan, k), group_means(plan, v), plan.extra["bias"], plan.rest_cols
+
+
+def _step(x: Tensor | None) -> int:
+    """Elements from one head to the next, of a permutation or a bias: none when all heads share it."""
+    return 0 if x is None or x.ndim == 1 else x.shape[-1]
 
 
 KERNEL = Triton()

@@ -14,21 +14,61 @@ RUN_MASK = tl.constexpr(31)
 
 
 @triton.jit
+def absorb(
+    q, k, v, ok, bias, acc, mass, top, scale_log2, MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Take one tile of keys into the online softmax: k [D, N], v [N, D]; `ok` [N] if MASKED, `bias` [N] if BIASED.
+
+    The scale (positive) stands inside the exponential: one fused product a logit. `top` starts at a finite number, so
+    that a tile of nothing but -inf gives weights of 0 and not NaN, without a test for it.
+    """
+    s = tl.dot(q, k, input_precision=PRECISION)  # [M, N]
+    if MASKED:
+        s = tl.where(ok[None, :], s, float("-inf"))
+    if BIASED:
+        s = s * scale_log2 + bias[None, :]
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.math.exp2(s - new_top[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(s, 1) * scale_log2)
+        p = tl.math.exp2(s * scale_log2 - new_top[:, None])
+    fade = tl.math.exp2(top - new_top)
+    mass = mass * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, mass, new_top
+
+
+@triton.jit
+def rows_of(base, index, step, d, ok, MASKED: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows of a head by their indices, [N, D_PAD]; zeros where not `ok` and from D on."""
+    cells = base + index[:, None] * step + d[None, :]
+    if MASKED:
+        return tl.load(cells, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    if D < D_PAD:
+        return tl.load(cells, mask=(d < D)[None, :], other=0.0)
+    return tl.load(cells)
+
+
+@triton.jit
 def attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, work_ptr, list_ptr, q_perm_ptr, k_perm_ptr,
-    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, q_perm_step, k_perm_step,
-    heads, n_k, lse_step, scale_log2,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, out_ptr, lse_ptr, work_ptr, list_ptr, q_perm_ptr, k_perm_ptr,
+    k_mean_ptr, v_mean_ptr, bias_ptr, rest_ptr,
+    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, q_perm_step, k_perm_step, bias_step,
+    heads, n_k, groups, lse_step, scale_log2,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PERM: tl.constexpr, LSE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    REST: tl.constexpr, TILED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a query row against the keys that row keeps, with an online softmax.
 
-    `work[pid]` = (batch·heads + head, first position, end position, first list entry, end list entry).
+    `work[pid]` = (batch·heads + head, first position, end position, first list entry, end list entry, and the same two of
+    the list of groups it approximates).
     BLOCK > 0: list entries are key blocks of that size. BLOCK = 0: they are packed runs of up to RUN keys, and a
     tile of BLOCK_N keys takes BLOCK_N/RUN of them, so that clusters of a few tokens still fill a tile.
+    TILED: k_tiles and v_tiles are tensor descriptors of [B, H, n_k, D] with tiles of BLOCK_N keys.
     LSE: the log of each query's sum is written too, and a query may have no key at all.
+    REST: what the row leaves out counts too, as group means [B·H, groups, D] with the log2 of their sizes as bias.
     """
-    item = work_ptr + tl.program_id(0) * 5
+    item = work_ptr + tl.program_id(0) * 7
     bh = tl.load(item)
     q0 = tl.load(item + 1)
     q1 = tl.load(item + 2)
@@ -41,53 +81,75 @@ def attention(
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
     m_ok = m < q1
-    d_ok = d < D
     qi = m
     if PERM:
         qi = tl.load(q_perm_ptr + bh.to(tl.int64) * q_perm_step + m, mask=m_ok, other=0)
-    q_tile = q_ptr + b * sqb + h * sqh + qi[:, None] * sqn + d[None, :]
-    q = tl.load(q_tile, mask=m_ok[:, None] & d_ok[None, :], other=0.0)  # [M, D]
+    q = rows_of(q_ptr + b * sqb + h * sqh, qi, sqn, d, m_ok, True, D, D_PAD)  # [M, D]
     k_base = k_ptr + b * skb + h * skh
     v_base = v_ptr + b * svb + h * svh
     k_perm_base = k_perm_ptr + bh.to(tl.int64) * k_perm_step
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    top = tl.full([BLOCK_M], -3.0e38, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     if BLOCK > 0:
-        tiles = (e1 - e0) * ((BLOCK + BLOCK_N - 1) // BLOCK_N)
+        PER_BLOCK: tl.constexpr = (BLOCK + BLOCK_N - 1) // BLOCK_N  # tiles
+        whole = 0  # tiles that need no mask: all but those of a cut last block, which stands last in its row
+        if BLOCK % BLOCK_N == 0:
+            if e1 > e0:
+                cut = (tl.load(list_ptr + e1 - 1) + 1) * BLOCK > n_k
+                whole = (e1 - e0 - cut.to(tl.int32)) * PER_BLOCK
+        for tile in range(0, whole):
+            pos = tl.load(list_ptr + e0 + tile // PER_BLOCK) * BLOCK + (tile % PER_BLOCK) * BLOCK_N
+            if TILED:
+                k = tl.reshape(k_tiles.load([b.to(tl.int32), h.to(tl.int32), pos, 0]), [BLOCK_N, D_PAD])
+                v = tl.reshape(v_tiles.load([b.to(tl.int32), h.to(tl.int32), pos, 0]), [BLOCK_N, D_PAD])
+            else:
+                ki = pos + n
+                if PERM:
+                    ki = tl.load(k_perm_base + pos + n)
+                k = rows_of(k_base, ki, skn, d, m_ok, False, D, D_PAD)
+                v = rows_of(v_base, ki, svn, d, m_ok, False, D, D_PAD)
+            acc, mass, top = absorb(q, tl.trans(k), v, m_ok, m_ok, acc, mass, top, scale_log2, False, False, PRECISION)
+        for tile in range(whole, (e1 - e0) * PER_BLOCK):
+            inside = (tile % PER_BLOCK) * BLOCK_N + n
+            ki = tl.load(list_ptr + e0 + tile // PER_BLOCK) * BLOCK + inside
+            ok = (inside < BLOCK) & (ki < n_k)
+            if TILED:
+                pos = tl.load(list_ptr + e0 + tile // PER_BLOCK) * BLOCK + (tile % PER_BLOCK) * BLOCK_N
+                k = tl.reshape(k_tiles.load([b.to(tl.int32), h.to(tl.int32), pos, 0]), [BLOCK_N, D_PAD])
+                v = tl.reshape(v_tiles.load([b.to(tl.int32), h.to(tl.int32), pos, 0]), [BLOCK_N, D_PAD])
+            else:
+                if PERM:
+                    ki = tl.load(k_perm_base + ki, mask=ok, other=0)
+                k = rows_of(k_base, ki, skn, d, ok, True, D, D_PAD)
+                v = rows_of(v_base, ki, svn, d, ok, True, D, D_PAD)
+            acc, mass, top = absorb(q, tl.trans(k), v, ok, ok, acc, mass, top, scale_log2, True, False, PRECISION)
     else:
-        tiles = tl.cdiv(e1 - e0, BLOCK_N // RUN)
-    for tile in range(0, tiles):
-        if BLOCK > 0:
-            col = tl.load(list_ptr + e0 + tile // ((BLOCK + BLOCK_N - 1) // BLOCK_N))
-            inside = (tile % ((BLOCK + BLOCK_N - 1) // BLOCK_N)) * BLOCK_N + n
-            pos = col * BLOCK + inside
-            ok = (inside < BLOCK) & (pos < n_k)
-        else:
+        for tile in range(0, tl.cdiv(e1 - e0, BLOCK_N // RUN)):
             entry = e0 + tile * (BLOCK_N // RUN) + n // RUN
             run = tl.load(list_ptr + entry, mask=entry < e1, other=0)
-            pos = (run >> RUN_BITS) + n % RUN
             ok = (n % RUN) < (run & RUN_MASK)
-        ki = pos
-        if PERM:
-            ki = tl.load(k_perm_base + pos, mask=ok, other=0)
-        k = tl.load(k_base + ki[None, :] * skn + d[:, None], mask=ok[None, :] & d_ok[:, None], other=0.0)  # [D, N]
-        s = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-        s = tl.where(ok[None, :], s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: -inf - -inf would be NaN
-        p = tl.math.exp2(s - base[:, None])
-        fade = tl.math.exp2(top - base)
-        mass = mass * fade + tl.sum(p, 1)
-        v = tl.load(v_base + ki[:, None] * svn + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)  # [N, D]
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
+            ki = tl.load(k_perm_base + (run >> RUN_BITS) + n % RUN, mask=ok, other=0)
+            k = rows_of(k_base, ki, skn, d, ok, True, D, D_PAD)
+            v = rows_of(v_base, ki, svn, d, ok, True, D, D_PAD)
+            acc, mass, top = absorb(q, tl.trans(k), v, ok, ok, acc, mass, top, scale_log2, True, False, PRECISION)
+    if REST:
+        r1 = tl.load(item + 6)
+        mean_step = bh.to(tl.int64) * groups * D
+        for first in range(tl.load(item + 5), r1, BLOCK_N):
+            ok = first + n < r1
+            group = tl.load(rest_ptr + first + n, mask=ok, other=0)
+            bias = tl.load(bias_ptr + bh.to(tl.int64) * bias_step + group, mask=ok, other=0.0)
+            k = rows_of(k_mean_ptr + mean_step, group, D, d, ok, True, D, D_PAD)
+            v = rows_of(v_mean_ptr + mean_step, group, D, d, ok, True, D, D_PAD)
+            acc, mass, top = absorb(q, tl.trans(k), v, ok, bias, acc, mass, top, scale_log2, True, True, PRECISION)
     if LSE:
         tl.store(lse_ptr + bh.to(tl.int64) * lse_step + qi, (top + tl.math.log2(mass)) * 0.6931471805599453, mask=m_ok)
         mass = tl.where(mass == 0.0, 1.0, mass)
     out_tile = out_ptr + b * sob + h * soh + qi[:, None] * son + d[None, :]
-    tl.store(out_tile, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & d_ok[None, :])
+    ok = m_ok[:, None] & (d < D)[None, :]
+    tl.store(out_tile, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -207,14 +269,14 @@ def nearest_centroid(
 
 @triton.jit
 def cluster_means(
-    x_ptr, perm_ptr, start_ptr, c_ptr, sxb, sxh, sxn, heads, n, clusters,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_ptr, perm_ptr, start_ptr, c_ptr, sxb, sxh, sxn, heads, perm_step, start_step, clusters,
+    D: tl.constexpr, D_PAD: tl.constexpr, PERM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """k-means update: one program a cluster adds its tokens up in a fixed order; an empty one keeps its centroid."""
+    """Group means: one program a cluster or block adds its tokens up in a fixed order; an empty one writes nothing."""
     bh = tl.program_id(1)
     b = (bh // heads).to(tl.int64)
     h = (bh % heads).to(tl.int64)
-    edge = start_ptr + bh.to(tl.int64) * (clusters + 1) + tl.program_id(0)
+    edge = start_ptr + bh.to(tl.int64) * start_step + tl.program_id(0)
     first = tl.load(edge)
     end = tl.load(edge + 1)
     m = tl.arange(0, BLOCK_M)
@@ -223,12 +285,14 @@ def cluster_means(
     total = tl.zeros([D_PAD], tl.float32)
     for pos in range(first, end, BLOCK_M):
         ok = pos + m < end
-        token = tl.load(perm_ptr + bh.to(tl.int64) * n + pos + m, mask=ok, other=0)
+        token = pos + m
+        if PERM:
+            token = tl.load(perm_ptr + bh.to(tl.int64) * perm_step + token, mask=ok, other=0)
         x_tile = x_ptr + b * sxb + h * sxh + token[:, None] * sxn + d[None, :]
         total += tl.sum(tl.load(x_tile, mask=ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32), 0)
     out = c_ptr + (bh.to(tl.int64) * clusters + tl.program_id(0)) * D + d
     if end > first:
-        tl.store(out, total / (end - first).to(tl.float32), mask=d_ok)
+        tl.store(out, (total / (end - first).to(tl.float32)).to(c_ptr.dtype.element_ty), mask=d_ok)
 
 
 @triton.jit

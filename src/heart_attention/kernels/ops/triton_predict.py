@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..plan import Plan
 from ..triton_attention import DTYPES, HEAD_SIZE_LIMIT, KERNEL, LOG2E, interpreted, launch_options
 
 log = logging.getLogger(__name__)
@@ -204,10 +205,25 @@ def kmeans_update(x: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor,
     sizes.scatter_add_(2, labels.long(), torch.ones_like(labels, dtype=torch.int64))
     starts = torch.nn.functional.pad(sizes.cumsum(-1), (1, 0)).to(torch.int32).contiguous()
     triton_code.cluster_means[(clusters, batch * heads)](
-        x, perm, starts, found, *x.stride()[:3], heads, n, clusters,
-        D=d, D_PAD=_pad(d), BLOCK_M=SUM_ROWS, **reduce_launch(),
+        x, perm, starts, found, *x.stride()[:3], heads, n, clusters + 1, clusters,
+        D=d, D_PAD=_pad(d), PERM=True, BLOCK_M=SUM_ROWS, **reduce_launch(),
     )  # fmt: skip
     return found, sizes
+
+
+def group_means(plan: Plan, x: Tensor) -> Tensor:
+    """Means of keys or values over the key groups of a plan, in fp32 and then in x's type: [B·H, groups, D]."""
+    from .. import triton_code
+
+    x, perm, starts = _rows(x), plan.k_perm, plan.k_starts
+    (batch, heads), d, groups = plan.shape, x.shape[-1], starts.shape[-1] - 1
+    found = torch.zeros(batch * heads, groups, d, dtype=x.dtype, device=x.device)
+    triton_code.cluster_means[(groups, batch * heads)](
+        x, starts if perm is None else perm, starts, found, *x.stride()[:3], heads,
+        0 if perm is None or perm.ndim == 1 else perm.shape[-1], 0 if starts.ndim == 1 else groups + 1, groups,
+        D=d, D_PAD=_pad(d), PERM=perm is not None, BLOCK_M=SUM_ROWS, **reduce_launch(),
+    )  # fmt: skip
+    return found
 
 
 def kmeans(x: Tensor, init: Tensor, iters: int) -> HeadClusters:
