@@ -4,6 +4,9 @@
 2. Every Triton kernel is compiled ahead of time for each target with the launch figures that the package would use
    there; registers, spills and shared memory are read from the machine code. Spills over 64 bytes a thread or shared
    memory over the target's limit fail (exit code 1).
+3. The instructions of the inner loop of attention are counted in the machine code, beside those of a dense kernel that
+   is written and compiled alike. More than the bars for sm_80 and sm_90 fail.
+4. Which kernel serves which mask on which GPU generation, by what each kernel says of itself.
 """
 
 from __future__ import annotations
@@ -14,238 +17,27 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-SPILL_LIMIT = 64  # bytes a thread
-KIB = 1024
-# Shared memory a thread block may ask for, bytes (CUDA C++ Programming Guide, compute capabilities; AMD: LDS).
-TARGETS = {
-    "sm_80": 163 * KIB,
-    "sm_86": 99 * KIB,
-    "sm_89": 99 * KIB,
-    "sm_90": 227 * KIB,
-    "sm_100": 227 * KIB,
-    "sm_120": 99 * KIB,
-    "gfx90a": 64 * KIB,
-    "gfx942": 64 * KIB,
-}
-CARDS = {
-    "sm_80": "A100, A800",
-    "sm_86": "RTX 30, A40",
-    "sm_89": "RTX 40, L40S",
-    "sm_90": "H100, H20",
-    "sm_100": "B200",
-    "sm_120": "RTX 50",
-    "gfx90a": "MI200",
-    "gfx942": "MI300",
-}
+from gpu_cases import cases, dense_case
+from gpu_compile import CARDS, KIB, TARGETS, Loop, Usage, compile_case
+
+__all__ = ["Loop", "Usage", "cases", "compile_case", "dense_case", "main"]
 TOLERANCE = 2e-6
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel to compile: its arguments' types, constants and launch figures for a target."""
-
-    kernel: str
-    what: str
-    function: str
-    d: int
-    dtype: str
-    types: dict[str, str]
-    constants: dict[str, Any]
-    launch: Callable[[str], dict[str, Any]]  # target -> num_warps, num_stages and other options
-    per_target: Callable[[str], dict[str, Any]] = lambda target: {}  # constants that depend on the target
-
-
-@dataclass
-class Usage:
-    """What the machine code of one case needs."""
-
-    kernel: str
-    target: str
-    d: int
-    dtype: str
-    tile: str
-    warps: int
-    stages: int
-    registers: int
-    spills: int
-    shared: int
-    limit: int
-    seconds: float
-
-    @property
-    def passes(self) -> bool:
-        """Within the limits."""
-        return self.spills <= SPILL_LIMIT and self.shared <= self.limit
-
-
-def cases(sizes: tuple[int, ...] = (64, 128)) -> Iterator[Case]:
-    """Every kernel, bf16 inputs, at the head sizes that video models have; at 128 attention and scores in fp32 too."""
-    for d in sizes:
-        for name, block, gathered in (
-            ("blocks", 128, False),
-            ("blocks, token order", 128, True),
-            ("clusters", 0, True),
-        ):
-            yield attention_case(d, "bf16", name, block, gathered)
-        yield attention_case(d, "bf16", "blocks of 64", 64, False)
-        yield attention_case(d, "bf16", "blocks, log-sums", 128, False, sums=True)
-        yield attention_case(d, "bf16", "clusters, log-sums", 0, True, sums=True)
-        if d == 128:
-            yield attention_case(d, "fp32", "blocks", 128, False)
-        yield from prediction_cases(d)
-
-
-def attention_case(d: int, dtype: str, name: str, block: int, gathered: bool, sums: bool = False) -> Case:
-    """Attention over equal blocks (block > 0) or clusters; `sums`: with log-sums, as calibration runs it."""
-    from heart_attention.kernels import triton_attention as attention
-
-    def config(target: str) -> attention.Config:
-        rows = attention.tile_rows(block or 109)  # 300 clusters over the 32,760 tokens of Wan2.1 at 480p
-        return attention.config_for(target, d, 4 if dtype == "fp32" else 2, rows, gathered)
-
-    pointers = {f"{x}_ptr": f"*{dtype}" for x in ("q", "k", "v")} | {"out_ptr": "*fp32" if sums else f"*{dtype}"}
-    pointers["lse_ptr"] = "*fp32" if sums else "*i32"
-    lists = {f"{x}_ptr": "*i32" for x in ("work", "list", "q_perm", "k_perm")}
-    return Case(
-        f"attention, {name}", "attention", "attention", d, dtype, {**pointers, **lists, "scale_log2": "fp32"},
-        {"D": d, "D_PAD": d, "BLOCK": block, "RUN": attention.RUN, "PERM": gathered, "LSE": sums,
-         "PRECISION": attention.PRECISION},
-        lambda target: attention.launch_options(config(target).warps, config(target).stages),
-        lambda target: {"BLOCK_M": config(target).block_m, "BLOCK_N": config(target).block_n},
-    )  # fmt: skip
-
-
-def prediction_cases(d: int) -> Iterator[Case]:
-    """XAttention scoring, k-means and pooling, bf16 tokens."""
-    from heart_attention.kernels.ops import triton_predict as predict
-
-    def case(
-        name: str,
-        function: str,
-        types: dict,
-        constants: dict,
-        launch: dict,
-        per_target: Any = None,
-        dtype: str = "bf16",
-    ) -> Case:
-        floats = dict.fromkeys(("sum_ptr", "top_ptr", "c_ptr", "norm_ptr", "out_ptr"), "*fp32")
-        ints = dict.fromkeys(("perm_ptr", "label_ptr", "start_ptr"), "*i32")
-        return Case(
-            name, "prediction", function, d, dtype, {**floats, **ints, **_tokens(dtype), **types}, constants,
-            lambda target: launch, per_target or (lambda target: {}),
-        )  # fmt: skip
-
-    def precise(target: str) -> dict[str, str]:
-        return {"PRECISION": "tf32x3" if target.startswith("sm_") else "ieee"}
-
-    tile_m, tile_n = predict.SCORE_TILE
-    head = {"D": d, "D_PAD": d}
-    for dtype, size in (("bf16", 2), ("fp32", 4))[: 2 if d == 128 else 1]:
-        yield case(
-            "XAttention scores, tiles", "antidiagonal_sums", {"scale_log2": "fp32"} | _tokens(dtype),
-            {"D": d, "D_STEP": predict.feature_step(size), "STRIDE": 16, "GROUPS": 8, "PERM": False,
-             "BLOCK_M": tile_m, "BLOCK_N": tile_n},
-            predict.score_launch(size), precise, dtype,
-        )  # fmt: skip
-    if d == 128:
-        yield case(
-            "XAttention scores, blocks", "antidiagonal_blocks", {}, {"GROUPS": 8, "PER_TILE": tile_n // 8, "BLOCK_N": 128},
-            predict.reduce_launch(),
-        )  # fmt: skip
-    yield case(
-        "k-means, assignment", "nearest_centroid", {"c_ptr": "*bf16"},
-        {"D": d, "D_STEP": predict.feature_step(2), "PARTS": 2,
-         "BLOCK_M": predict.ASSIGN_TILE[0], "BLOCK_N": predict.ASSIGN_TILE[1]},
-        predict.assign_launch(), precise,
-    )  # fmt: skip
-    rows = {**head, "BLOCK_M": predict.SUM_ROWS}
-    yield case("k-means, means", "cluster_means", {}, rows, predict.reduce_launch())
-    yield case("pooled drift, token sums", "pooled_sums", {}, rows, predict.reduce_launch())
-
-
-def _tokens(dtype: str) -> dict[str, str]:
-    return dict.fromkeys(("q_ptr", "k_ptr", "x_ptr"), f"*{dtype}")
-
-
-def compile_case(case: Case, target: str) -> Usage:
-    """Compile one case ahead of time and read what it needs."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from heart_attention.kernels import triton_code
-
-    function = getattr(triton_code, case.function)
-    constants, launch = {**case.constants, **case.per_target(target)}, case.launch(target)
-    signature, aligned = {}, {}
-    for i, name in enumerate(function.arg_names):
-        signature[name] = "constexpr" if name in constants else case.types.get(name, "i32")
-        if signature[name].startswith("*") or re.fullmatch(r"s[a-z][bhn]", name):
-            aligned[(i,)] = [["tt.divisibility", 16]]  # what the launcher finds for real tensors: 16-byte alignment
-    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=signature, constexprs=places, attrs=aligned)
-    start = time.perf_counter()
-    compiled = triton.compile(source, target=_gpu_target(GPUTarget, target), options=launch)
-    registers, spills = _amd_usage(compiled) if target.startswith("gfx") else _nvidia_usage(compiled, target)
-    tile = " × ".join(str(constants[key]) for key in ("BLOCK_M", "BLOCK_N") if key in constants)
-    return Usage(
-        case.kernel, target, case.d, case.dtype, tile, launch["num_warps"], launch["num_stages"], registers, spills,
-        compiled.metadata.shared, TARGETS[target], round(time.perf_counter() - start, 1),
-    )  # fmt: skip
-
-
-def _gpu_target(make: Any, target: str) -> Any:
-    return make("hip", target, 64) if target.startswith("gfx") else make("cuda", int(target[3:]), 32)
-
-
-def _nvidia_usage(compiled: Any, target: str) -> tuple[int, int]:
-    """Registers a thread and spilled bytes, from the cubin; the assembler is asked again only if a stack is used."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        text = _output([tools / "cuobjdump", "-res-usage", cubin])
-        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
-        if stack == 0:
-            return registers, 0
-        ptx = Path(folder, "kernel.ptx")
-        ptx.write_text(compiled.asm["ptx"])
-        arch = re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1)
-        ptxas = tools / ("ptxas-blackwell" if int(target[3:]) >= 100 else "ptxas")
-        text = _output([ptxas, "-v", f"-arch={arch}", ptx, "-o", os.devnull])
-        stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text).groups())
-        return registers, max(stores, loads)
-
-
-def _amd_usage(compiled: Any) -> tuple[int, int]:
-    """Vector registers a lane and scratch bytes a lane, from the assembly's metadata."""
-    text = compiled.asm["amdgcn"]
-    registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text).group(1))
-    return registers, int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text).group(1))
-
-
-def _output(command: list) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+# Instructions a warp and 64 keys, blocks of 128, D=128, bf16: what the inner loop may take at most.
+LOOP_BARS = {"sm_80": 520, "sm_90": 300}
 
 
 def compile_all(targets: list[str], tell: Callable[[str], None]) -> tuple[list[Usage], list[str]]:
     """All cases for all targets; what could not be compiled comes back as sentences."""
     found, failed = [], []
     for target in targets:
-        for case in cases():
+        for case in [*cases(), *(dense_case(d) for d in (64, 128))]:
             try:
                 found.append(compile_case(case, target))
                 u = found[-1]
@@ -279,9 +71,9 @@ def interpreter_errors() -> list[dict[str, Any]]:
     def tokens(n: int, d: int, heads: int = 2) -> torch.Tensor:
         return torch.randn(1, n, heads, d, generator=generator).transpose(1, 2)  # a view, as diffusers gives it
 
-    def attend(mask: Any, q: Any, k: Any, v: Any) -> float:
-        want = eager.KERNEL.run(eager.KERNEL.plan(mask), q, k, v)
-        got = triton_attention.KERNEL.run(triton_attention.KERNEL.plan(mask), q, k, v)
+    def attend(mask: Any, q: Any, k: Any, v: Any, rest: str = "drop") -> float:
+        want = eager.KERNEL.run(eager.KERNEL.plan(mask, rest), q, k, v)
+        got = triton_attention.KERNEL.run(triton_attention.KERNEL.plan(mask, rest), q, k, v)
         return float((got - want).abs().max())
 
     rows = []
@@ -293,11 +85,13 @@ def interpreter_errors() -> list[dict[str, Any]]:
         q, k, v = (tokens(150, d) for _ in range(3))
         mask = XAttention(16, 64).predict(q, k, 0.5)
         row("attention, blocks", f"N=150 D={d} block 64", attend(mask, q, k, v))
+        row("attention, blocks, rest as means", f"N=150 D={d} block 64", attend(mask, q, k, v, "mean"))
         order = torch.randperm(130, generator=generator)
         tail = BlockMask(mask.blocks, 64, 130, 130, order, tail=20)
         row("attention, blocks, token order", f"N=130+20 unused D={d} block 64", attend(tail, q, k, v))
         mask = SVG2(6, 12, min_ratio=0.2, init_iters=3).predict(q, k, 0.5)
         row("attention, clusters", f"N=150 D={d} 6 × 12 clusters", attend(mask, q, k, v))
+        row("attention, clusters, rest as means", f"N=150 D={d} 6 × 12 clusters", attend(mask, q, k, v, "mean"))
         got = triton_predict.xattention_scores(q, k, 16, 64)
         row(
             "XAttention scores",
@@ -340,7 +134,7 @@ def page(usages: list[Usage], failed: list[str], checks: list[dict[str, Any]]) -
         f"| {c['kernel']} | {c['shape']} | {c['error']:.1e} | {c['limit']:.0e} | {_word(c['passes'])} |\n"
         for c in checks
     ]
-    parts += ["\n## Compiled ahead of time\n"]
+    parts += [loop_table(usages), "\n## Compiled ahead of time\n"]
     for target in TARGETS:
         mine = [u for u in usages if u.target == target]
         if mine:
@@ -348,6 +142,29 @@ def page(usages: list[Usage], failed: list[str], checks: list[dict[str, Any]]) -
     if failed:
         parts.append("\n## Not compiled\n\n" + "".join(f"- {line}\n" for line in failed))
     return "".join(parts) + CLOSING
+
+
+def loop_table(usages: list[Usage]) -> str:
+    """Instructions of the inner loops, and their ratio to the dense kernel's of the same target and head size."""
+    dense = {(u.target, u.d): u.loop.total for u in usages if u.loop and u.kernel == "dense attention"}
+    lines = [LOOPS]
+    for u in usages:
+        if u.loop and (u.target, u.d) in dense:
+            lines.append(
+                f"| {u.target} | {u.kernel} | {u.d} | {u.tile} | {u.loop.tensor:.0f} | {u.loop.shared:.0f} | "
+                f"{u.loop.other:.0f} | {u.loop.total:.0f} | {u.loop.total / dense[u.target, u.d]:.2f} |\n"
+            )
+    return "".join(lines)
+
+
+def over_bars(usages: list[Usage]) -> list[str]:
+    """Inner loops of the plain kernel over blocks of 128 that take more than their bar, or spill, as sentences."""
+    return [
+        f"{u.target}: {u.loop.total:.0f} instructions for 64 keys and {u.spills} B spilled, over {LOOP_BARS[u.target]}"
+        for u in usages
+        if u.kernel == "attention, blocks" and u.d == 128 and u.loop and u.target in LOOP_BARS
+        if u.loop.total > LOOP_BARS[u.target] or u.spills
+    ]
 
 
 def _gpu() -> str:
@@ -395,6 +212,17 @@ as such. On a machine with a GPU, `pytest tests/kernels` runs the kernels on it,
 
 """
 
+LOOPS = """
+## Inner loops
+
+Instructions that one warp executes for 64 keys in the loop over whole blocks (bf16), counted in the machine code. The
+last column compares with dense attention in Triton, written and compiled alike (`benchmarks/gpu_dense.py`). The bars are
+520 on sm_80 and 300 on sm_90 for blocks of 128 at D=128, without spills.
+
+| target | kernel | D | tile | tensor cores | shared memory | other | all | of dense |
+|---|---|---|---|---|---|---|---|---|
+"""
+
 CLOSING = """
 ## Reading the tables
 
@@ -424,11 +252,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         args.write.write_text(page(usages, failed, checks))
     bad = [u for u in usages if not u.passes]
+    slow = over_bars(usages)
+    for line in slow:
+        tell(line)
     if args.json:
         print(json.dumps({"interpreter": checks, "compiled": [asdict(u) for u in usages], "failed": failed}))
     wrong = sum(not c["passes"] for c in checks)
     tell(f"{len(usages)} compiled, {len(bad)} over a limit, {len(failed)} not compiled; {wrong} of {len(checks)} wrong")
-    return 1 if bad or failed or wrong else 0
+    return 1 if bad or failed or wrong or slow else 0
 
 
 if __name__ == "__main__":

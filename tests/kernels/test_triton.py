@@ -1,6 +1,6 @@
 """The Triton kernels without a GPU: in the interpreter (a process of its own) and compiled ahead of time."""
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -21,12 +21,10 @@ needs_triton = pytest.mark.skipif(not triton_attention.installed(), reason="trit
 
 def evidence():
     """benchmarks/gpu_evidence.py as a module."""
-    path = HERE.parents[1] / "benchmarks" / "gpu_evidence.py"
-    spec = importlib.util.spec_from_file_location("gpu_evidence", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_evidence"] = module
-    spec.loader.exec_module(module)
-    return module
+    folder = str(HERE.parents[1] / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module("gpu_evidence")
 
 
 @needs_triton
@@ -56,6 +54,33 @@ def test_attention_compiles_within_limits():
 
 
 @needs_triton
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_inner_loop_keeps_its_bar(target):
+    """Instructions for 64 keys, blocks of 128, D=128, bf16; beside a dense kernel compiled alike."""
+    module = evidence()
+    ours, dense = (
+        module.compile_case(next(c for c in cases if c.kernel == name and c.d == 128), target)
+        for name, cases in (("attention, blocks", module.cases((128,))), ("dense attention", [module.dense_case(128)]))
+    )
+    assert not module.over_bars([ours]) and ours.loop.total <= 1.05 * dense.loop.total
+    assert ours.loop.tensor == dense.loop.tensor > 0
+    line = [x for x in module.loop_table([ours, dense]).splitlines() if x.startswith(f"| {target} | attention")]
+    assert len(line) == 1 and line[0].endswith(f"| {ours.loop.total / dense.loop.total:.2f} |")
+
+
+@needs_triton
+def test_a_slow_or_spilling_loop_is_told():
+    module = evidence()
+    usage = module.Usage(
+        "attention, blocks", "sm_80", 128, "bf16", "", 8, 3, 200, 0, 0, 1, 0.0, module.Loop(128, 90, 302)
+    )
+    assert not module.over_bars([usage])
+    assert module.over_bars([replace(usage, spills=8)]) and module.over_bars(
+        [replace(usage, loop=module.Loop(128, 90, 303))]
+    )
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"])
 def test_every_kernel_compiles_within_limits(target):
@@ -69,7 +94,9 @@ def test_arguments_that_happen_to_be_one_compile():
     from heart_attention.kernels import triton_code
 
     module = evidence()
-    ones = "heads n_q n_k n clusters splits span k_tiles k_blocks q_groups k_groups q_blocks valid_q_groups".split()
+    ones = (
+        "heads n_q n_k n clusters groups splits span k_tiles k_blocks q_groups k_groups q_blocks valid_q_groups".split()
+    )
     for case in module.cases((128,)):
         if case.dtype == "bf16":
             names = getattr(triton_code, case.function).arg_names
