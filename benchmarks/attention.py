@@ -14,9 +14,13 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -90,10 +94,10 @@ def uneven_labels(heads: int, n: int, clusters: int) -> torch.Tensor:
     return torch.multinomial(weights, n, replacement=True).view(1, heads, n).to(torch.int16)
 
 
-def cluster_mask(heads: int, n: int, density: float) -> ClusterMask:
-    """300 x 1,000 clusters, a random map of that density."""
-    kept = torch.rand(1, heads, 300, 1000) < density
-    return ClusterMask(kept, uneven_labels(heads, n, 300), uneven_labels(heads, n, 1000))
+def cluster_mask(heads: int, n: int, density: float, counts: tuple[int, int] = (300, 1000)) -> ClusterMask:
+    """Clusters of queries and of keys, a random map of that density."""
+    kept = torch.rand(1, heads, *counts) < density
+    return ClusterMask(kept, *(uneven_labels(heads, n, count) for count in counts))
 
 
 def against_dense(table: str, case: str, masks: dict[str, object], q, k, v, names, repeat, threads) -> list[Row]:
@@ -154,6 +158,48 @@ def clusters(args, threads: int) -> list[Row]:
         masks = {"300 x 1000 clusters": cluster_mask(1, n, 0.25)}
         rows += against_dense("variable blocks", f"N={n} D=128", masks, q, k, v, ["cpu"], repeat, threads)
     return rows
+
+
+def rest(args, threads: int) -> list[Row]:
+    """Left-out groups as means: time against what dropping them takes, grown as the computed keys are; and memory."""
+    rows = []
+    cases = (((64, 256), 4096, 4, 32, 40), ((64, 256), 4096, 2, 64, 40), ((300, 1000), 32760, 1, 128, 3))
+    for counts, n, heads, dim, repeat in cases[: 2 if args.quick else None]:
+        q, k, v = inputs(heads, n, dim, torch.float32)
+        for density in (0.1, 0.25):
+            mask = cluster_mask(heads, n, density, counts)
+            plans = {name: kernels.plan("cpu", mask, name) for name in ("drop", "mean")}
+            functions = {name: partial(kernels.run, plan, q, k, v) for name, plan in plans.items()}
+            seconds = best(functions, repeat, threads)
+            more = float(mask.cost("mean").mean() / mask.density().mean())
+            case = f"N={n} D={dim} {counts[0]} x {counts[1]} clusters, cost {float(mask.cost('mean').mean()):.3f}"
+            value = seconds["mean"] / seconds["drop"] / more
+            rows.append(Row("rest", case, threads, float(mask.density().mean()), value, "of time by computed keys"))
+    if not args.quick:
+        rows.append(Row("rest", "N=32760 H=12 D=128 300 x 1000 clusters, memory", threads, 0.1, _rest_memory(), "MB"))
+    return rows
+
+
+MEMORY = """
+import resource, torch
+from heart_attention import kernels
+from attention import cluster_mask
+q, k, v, out = (torch.ones(1, 32760, 12, 128).transpose(1, 2) for _ in range(4))
+mask = cluster_mask(12, 32760, 0.1)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+small = torch.ones(1, 12, 64, 128)
+kernels.run(kernels.plan("cpu", cluster_mask(12, 64, 0.5, (4, 8)), "mean"), small, small, small)  # libraries are in
+before = peak()
+kernels.run(kernels.plan("cpu", mask, "mean"), q, k, v, out=out)
+print((peak() - before) / 1024)
+"""
+
+
+def _rest_memory() -> float:
+    """Megabytes beyond inputs, outputs and mask, planning included, in a process of its own."""
+    folder = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=folder, capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
 def gather(args, threads: int) -> list[Row]:
@@ -243,6 +289,7 @@ TABLES = {
     "blocks": blocks,
     "small": small,
     "clusters": clusters,
+    "rest": rest,
     "gather": gather,
     "planning": planning,
     "path": whole_path,

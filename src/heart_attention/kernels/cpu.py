@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import math
-import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from .base import Kernel
 from .ops import build
 from .plan import Plan, make_plan
 
-_PROCESS = os.getpid()
 KEEP_BYTES = 48 << 20  # of scratch space, between calls
 _kept: dict[str, Tensor] = {}
 _kept_lock = threading.Lock()
@@ -42,11 +40,7 @@ class Cpu(Kernel):
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
-        reasons = []
-        try:
-            build.load()
-        except build.BuildError as error:
-            reasons.append(str(error))
+        reasons = build.reasons_not()
         if q is not None:
             reasons += _reasons_not_tensor(q)
         if mask is not None and mask.device.type != "cpu":
@@ -127,7 +121,7 @@ def _arguments(
         plan.row_ptr.data_ptr(), plan.cols.data_ptr(), *rest, _pointer(share),
         q_starts.data_ptr(), plan.k_starts.data_ptr(),
         _pointer(q_perm), _pointer(plan.k_perm), q_starts.ndim == 3, q_perm is not None and q_perm.ndim == 3,
-        1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, threads(),
+        1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, build.threads(),
     )  # fmt: skip
 
 
@@ -164,11 +158,6 @@ def _buffer(size: int) -> Iterator[Tensor]:
 
 def _pointer(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def threads() -> int:
-    """As many as PyTorch uses; one in a forked child, where OpenMP's threads are gone."""
-    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 KERNEL = Cpu()

@@ -2,87 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
 from scipy.stats import spearmanr
 
-from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.calibration.measure import gradient, probes, velocity_error
 from heart_attention.calibration.measure.candidates import DENSE, Spec, Trials
 from heart_attention.calibration.measure.replay import Replay
 from heart_attention.errors import HeartError
-from heart_attention.kernels.eager import softmax, weighted
-from heart_attention.kernels.ops import backward as native
-from heart_attention.masks import BlockMask, Text
+from heart_attention.masks import Text
 from heart_attention.online.call import CallContext
-from heart_attention.token_order import tile_order
 
 BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
 TAUS = (0.5, 0.7, 0.9)
 FAMILIES = {"wan": (wan_transformer, wan_context), "hunyuan": (hunyuan_transformer, hunyuan_context)}
-
-
-@pytest.mark.parametrize("by", [gradient.attention_backward, gradient.torch_attention_backward])
-@pytest.mark.parametrize("case", ["block", "tiles", "heads", "tail", "cluster", "cluster text"])
-def test_attention_backward_equals_autograd(case, by):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
-    text = Text(60, 6, 4) if case in ("tail", "cluster text") else None
-    order = tile_order((2, 5, 7), 8) if case == "tiles" else None
-    backbone = BACKBONES["svg2" if case.startswith("cluster") else "xattention"]
-    mask = backbone.predict(q, k, [0.5, 0.8], text=text, order=order)
-    if case == "heads":
-        several = torch.stack([torch.arange(70), tile_order((2, 5, 7), 8)])
-        mask = replace(mask, order=several, order_of=torch.tensor([[1, 0]], dtype=torch.int8))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    w = ((leaves[0] @ leaves[1].mT) / 4).masked_fill(~mask.dense_tokens(), -torch.inf).softmax(-1)
-    out = w @ leaves[2]
-    grads = [torch.randn_like(out), torch.randn_like(out)]
-    found = by(mask, q, k, v, out.detach(), grads)
-    for g, triple in zip(grads, found):
-        expected = torch.autograd.grad(out, leaves, g, retain_graph=True)
-        for a, b in zip(triple, expected):
-            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
-
-
-def test_the_c_code_serves_the_backward_pass_here():
-    if kernels.get("cpu").reasons_not():
-        pytest.skip("no C compiler")
-    q = torch.randn(1, 2, 70, 16)
-    assert native.serves(BACKBONES["xattention"].predict(q, q, 0.5), q)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_both_backward_passes_agree_on_any_shape(data):
-    n, dim, heads = (data.draw(st.integers(1, most)) for most in (90, 40, 3))
-    count, seed = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 1000))
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(1, heads, n, dim, generator=generator) for _ in range(3))
-    if data.draw(st.booleans()):
-        clusters = data.draw(st.integers(1, n)), data.draw(st.integers(1, n))
-        mask = SVG2(*clusters, init_iters=2).predict(q, k, data.draw(st.floats(0.05, 1)))
-    else:
-        block = data.draw(st.sampled_from([4, 8, 16, 64]))
-        rows = -(-n // block)
-        kept = torch.rand(1, heads, rows, rows, generator=generator) < data.draw(st.floats(0, 1))
-        kept |= torch.eye(rows, dtype=torch.bool)
-        mask = BlockMask(kept, block, n, n)
-    out = kernels.run(kernels.plan("eager", mask), q, k, v)
-    grads = [torch.randn(q.shape, generator=generator) for _ in range(count)]
-    pairs = zip(
-        *(f(mask, q, k, v, out, grads) for f in (gradient.attention_backward, gradient.torch_attention_backward))
-    )
-    for ours, theirs in pairs:
-        for a, b in zip(ours, theirs):
-            torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "gather"])
@@ -261,11 +197,3 @@ def test_a_pass_goes_through_json():
     made = gradient.Pass(0.5, [0.1, 0.2, 0.1, 0.1], table / 10, table[..., 0], table, table * 2)
     again = gradient.Pass.from_dict(made.to_dict())
     assert again.to_dict() == made.to_dict() and again.second.dtype == np.float64
-
-
-def test_attention_of_the_definition_is_the_twin_used_here():
-    q, k, v = torch.randn(3, 5, 4).unbind(0)
-    mask = torch.rand(5, 5) > 0.3
-    mask.fill_diagonal_(True)
-    plain = (q @ k.T / 2).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-    torch.testing.assert_close(weighted(softmax(q, k, mask, torch.zeros(5), 0.5)[0], v, mask), plain)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...errors import HeartError
-from ...kernels.ops import backward as native
+from ...kernels.ops.backward import attention_backward, serves
 from . import draws
 from . import velocity_error as errors
 from .candidates import DENSE, Spec, Trials
@@ -39,75 +39,6 @@ NOISES = 2  # random cotangents a pass
 ESTIMATOR = f"tokens-{NOISES}"  # names how `second` is estimated: records of another way are not mixed with these
 
 Choice = Sequence[Sequence[int]]  # [L][H]: index of a candidate, or DENSE
-
-
-# --- attention, differentiated by hand ---
-
-
-def rows_of(mask: Any, head: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Query tokens and kept key tokens of every row of blocks or clusters of one head; mask of one item."""
-    if hasattr(mask, "blocks"):
-        kept, device = mask.blocks[0, head], mask.device
-        owner = torch.arange(mask.n_k, device=device) // mask.block
-        order = mask.heads([head]).orders()
-        order = torch.arange(mask.n_q, device=device) if order is None else order.reshape(-1)
-        queries = list(order.split(mask.block))
-        keys = [order[row[owner]] for row in kept]
-        if mask.tail:
-            tail = torch.arange(mask.n_q, mask.n_q + mask.tail, device=device)
-            queries, keys = [*queries, tail], [*keys, tail]
-        return queries, keys
-    kept, q_labels, k_labels = mask.map[0, head], mask.q_labels[0, head].long(), mask.k_labels[0, head].long()
-    queries = [(q_labels == c).nonzero().squeeze(-1) for c in range(kept.shape[0])]
-    used = [c for c, q in enumerate(queries) if len(q)]
-    return [queries[c] for c in used], [kept[c][k_labels].nonzero().squeeze(-1) for c in used]
-
-
-def attention_backward(
-    mask: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grads: Sequence[Tensor], scale: float | None = None
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(dq, dk, dv) for each cotangent in `grads`, all [1, H, N, D]: softmax is recomputed over the kept keys only."""
-    by = native.attention_backward if native.serves(mask, q) else torch_attention_backward
-    return by(mask, q, k, v, out, grads, scale)
-
-
-def torch_attention_backward(
-    mask: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grads: Sequence[Tensor], scale: float | None = None
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """`attention_backward` in plain PyTorch: the definition.
-
-    All cotangents are taken together, so that each row's probabilities are computed once.
-    """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    made = [tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)) for _ in grads]
-    for h in range(q.shape[1]):
-        cotangents = torch.stack([g[0, h] for g in grads]).float()  # [G, N, D]
-        head = (q[0, h].float(), k[0, h].float(), v[0, h].float())
-        inner = (cotangents * out[0, h].float()).sum(-1, keepdim=True)  # [G, N, 1]
-        results = [[x.new_zeros(x.shape) for x in head] for _ in grads]
-        for rows, cols in zip(*rows_of(mask, h)):
-            _row_backward(head, rows, cols, cotangents, inner, scale, results)
-        for (dq, dk, dv), (a, b, c) in zip(made, results):
-            dq[0, h], dk[0, h], dv[0, h] = a.to(dq.dtype), b.to(dk.dtype), c.to(dv.dtype)
-    return made
-
-
-def _row_backward(
-    head: tuple[Tensor, Tensor, Tensor], rows: Tensor, cols: Tensor, cotangents: Tensor, inner: Tensor, scale: float,
-    results: list[list[Tensor]],
-) -> None:  # fmt: skip
-    """Add one row's part: P = softmax(qkᵀ), dS = P∘(g vᵀ − ⟨g, o⟩), dq = dS k, dk = dSᵀ q, dv = Pᵀ g."""
-    q, k, v = head[0][rows], head[1][cols], head[2][cols]  # [r, D], [c, D], [c, D]
-    count, size = len(cotangents), len(rows)
-    p = torch.softmax((q * scale) @ k.T, dim=-1)  # [r, c]
-    g = cotangents[:, rows]  # [G, r, D]
-    ds = (g.flatten(0, 1) @ v.T).view(count, size, -1).sub_(inner[:, rows]).mul_(p)  # [G, r, c]
-    dq = (ds.flatten(0, 1) @ k).view(count, size, -1).mul_(scale)
-    dv = p.T @ g.transpose(0, 1).flatten(1)  # [c, G·D]
-    for i, (to_q, to_k, to_v) in enumerate(results):
-        to_q[rows] = dq[i]
-        to_k.index_add_(0, cols, ds[i].T @ q, alpha=scale)
-        to_v.index_add_(0, cols, dv[:, i * q.shape[1] : (i + 1) * q.shape[1]])
 
 
 # --- one context ---
@@ -269,7 +200,7 @@ def _block_backward(
     def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
         picked = choice[call.layer]
         trials = Trials(spec, call, branch.name, q, k, v, branch.masks[call.layer, call.item])
-        if all(c == DENSE for c in picked) and not all(native.serves(full, q) for _, full in trials.masks):
+        if all(c == DENSE for c in picked) and not all(serves(full, q) for _, full in trials.masks):
             out = dense(q, k, v)  # the model's own attention has its own backward
         else:
             out = branch.outs.pop((call.layer, call.item)).to(q.device)

@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -29,6 +30,7 @@ FLAG_SETS = (
 COMMON = ("-std=gnu11", "-shared", "-fPIC")
 TIMEOUT = 120  # seconds one attempt may take
 
+_PROCESS = os.getpid()
 _loaded: dict[tuple, ctypes.CDLL | BuildError] = {}
 
 
@@ -50,6 +52,29 @@ def load() -> ctypes.CDLL:
     if isinstance(found, BuildError):
         raise found
     return found
+
+
+def reasons_not() -> list[str]:
+    """Why there is no C code here; empty if there is."""
+    try:
+        load()
+    except BuildError as error:
+        return [str(error)]
+    return []
+
+
+def call(name: str, form: struct.Struct, *arguments: int | float) -> int:
+    """Call a C function with its arguments as one struct, packed in one go; what it returns.
+
+    All C files take their arguments so. After a long kernel every line of Python is cold, and building a struct field by
+    field took as long as a block of queries.
+    """
+    return getattr(load(), name)(form.pack(*arguments))
+
+
+def threads() -> int:
+    """As many as PyTorch uses; one in a forked child, where OpenMP's threads are gone."""
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 def sources() -> list[Path]:
