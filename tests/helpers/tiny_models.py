@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,19 @@ class Tiny:
     inputs: Callable[..., dict[str, Any]]
     layers: int
     text: Any = None  # the Text of batch item i, as (start, prompt, unused), or None
+    grid: Any = GRID  # what the family should read
+    video: int = math.prod(GRID)  # tokens of a call beside the text
+    items: int = 1  # batch items of a call for each of the model's: frames that attend by themselves
 
     def build(self, seed: int = 0, **config: Any) -> torch.nn.Module:
         """The model, with weights that depend on the seed alone."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return getattr(diffusers, self.cls)(**{**self.config, **config}).eval()
+            model = getattr(diffusers, self.cls)(**{**self.config, **config}).eval()
+            for weight in model.parameters():
+                if weight.ndim > 1 and not weight.any():  # a gate that starts closed would hide what attention answers
+                    torch.nn.init.normal_(weight, std=0.1)
+            return model
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -40,7 +48,8 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _latents(batch: int, seed: int, channels: int = 4) -> torch.Tensor:
+def latents(batch: int, seed: int, channels: int = 4) -> torch.Tensor:
+    """Noise whose patches make up GRID."""
     return noise(batch, channels, GRID[0], 2 * GRID[1], 2 * GRID[2], seed=seed)
 
 
@@ -49,7 +58,8 @@ def valid_text(item: int) -> int:
     return 2 + item
 
 
-def _padding(batch: int, length: int = TEXT) -> torch.Tensor:
+def padding(batch: int, length: int = TEXT) -> torch.Tensor:
+    """The padding mask of a text, with `valid_text` tokens of each batch item."""
     return torch.stack([(torch.arange(length) < valid_text(i)).long() for i in range(batch)])
 
 
@@ -70,7 +80,7 @@ WAN = {
 def wan_inputs(t: float = 500.0, batch: int = 1, seed: int = 0, channels: int = 4) -> dict[str, Any]:
     """Arguments for one forward of `wan()`."""
     return {
-        "hidden_states": _latents(batch, seed, channels),
+        "hidden_states": latents(batch, seed, channels),
         "timestep": torch.full((batch,), t),
         "encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 1),
         "return_dict": False,
@@ -98,16 +108,16 @@ def _ti2v_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, A
 
 
 def _vace_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, Any]:
-    return {**wan_inputs(t, batch, seed), "control_hidden_states": _latents(batch, seed + 3, 6)}
+    return {**wan_inputs(t, batch, seed), "control_hidden_states": latents(batch, seed + 3, 6)}
 
 
 # -- HunyuanVideo ----------------------------------------------------------------------------------------
 def _hunyuan_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, Any]:
     return {
-        "hidden_states": _latents(batch, seed),
+        "hidden_states": latents(batch, seed),
         "timestep": torch.full((batch,), t),
         "encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 1),
-        "encoder_attention_mask": _padding(batch),
+        "encoder_attention_mask": padding(batch),
         "pooled_projections": noise(batch, 8, seed=seed + 2),
         "guidance": torch.full((batch,), 6000.0),
         "return_dict": False,
@@ -119,9 +129,9 @@ def _hunyuan15_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[s
         "hidden_states": noise(batch, 4, *GRID, seed=seed),
         "timestep": torch.full((batch,), t),
         "encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 1),
-        "encoder_attention_mask": _padding(batch),
+        "encoder_attention_mask": padding(batch),
         "encoder_hidden_states_2": noise(batch, 4, 8, seed=seed + 2),
-        "encoder_attention_mask_2": _padding(batch, 4),
+        "encoder_attention_mask_2": padding(batch, 4),
         "image_embeds": torch.zeros(batch, 3, 8),
         "return_dict": False,
     }
@@ -132,7 +142,7 @@ def _cogvideox_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[s
     tokens = GRID[0] * GRID[1] * GRID[2]
     angles = noise(tokens, DIM, seed=9)
     return {
-        "hidden_states": _latents(batch, seed).transpose(1, 2),
+        "hidden_states": latents(batch, seed).transpose(1, 2),
         "encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 1),
         "timestep": torch.full((batch,), t),
         "image_rotary_emb": (angles.cos(), angles.sin()),
@@ -146,7 +156,7 @@ def _ltx_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, An
         "hidden_states": noise(batch, frames * height * width, 4, seed=seed),
         "encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 1),
         "timestep": torch.full((batch,), t),
-        "encoder_attention_mask": _padding(batch),
+        "encoder_attention_mask": padding(batch),
         "num_frames": frames,
         "height": height,
         "width": width,
@@ -159,24 +169,24 @@ def _ltx2_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, A
         **_ltx_inputs(t, batch, seed),
         "audio_hidden_states": noise(batch, 5, 4, seed=seed + 2),
         "audio_encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 3),
-        "audio_encoder_attention_mask": _padding(batch),
+        "audio_encoder_attention_mask": padding(batch),
         "audio_num_frames": 5,
     }
 
 
 def _mochi_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, Any]:
     return {
-        "hidden_states": _latents(batch, seed),
+        "hidden_states": latents(batch, seed),
         "encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 1),
         "timestep": torch.full((batch,), t),
-        "encoder_attention_mask": _padding(batch).bool(),
+        "encoder_attention_mask": padding(batch).bool(),
         "return_dict": False,
     }
 
 
 def _cosmos_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, Any]:
     return {
-        "hidden_states": _latents(batch, seed),
+        "hidden_states": latents(batch, seed),
         "timestep": torch.full((batch,), t),
         "encoder_hidden_states": noise(batch, TEXT, 8, seed=seed + 1),
         "fps": 24,
@@ -282,6 +292,13 @@ MODELS: dict[str, Tiny] = {
 }
 
 
+def every_model() -> dict[str, Tiny]:
+    """All of them: those here and those of later releases."""
+    from more_models import MORE
+
+    return {**MODELS, **MORE}
+
+
 class Seen(Handler):
     """A handler that runs everything dense and remembers what it was asked."""
 
@@ -315,4 +332,5 @@ class Halved(Seen):
 @torch.no_grad()
 def run(model: torch.nn.Module, given: dict[str, Any]) -> torch.Tensor:
     """One forward: the video output."""
-    return model(**given)[0]
+    output = model(**given)
+    return output if isinstance(output, torch.Tensor) else output[0]

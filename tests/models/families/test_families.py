@@ -8,12 +8,13 @@ from heart_attention import HeartError
 from heart_attention.models import family_of
 from heart_attention.models.attachment import attach
 
-NAMES = list(tiny.MODELS)
+MODELS = tiny.every_model()
+NAMES = list(MODELS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_densely_bit_for_bit_and_leaves_no_trace(name):
-    model, given = tiny.MODELS[name].build(), tiny.MODELS[name].inputs(batch=2)
+    model, given = MODELS[name].build(), MODELS[name].inputs(batch=2)
     before = tiny.run(model, given)
     seen = tiny.Seen()
     attachment = attach(model, seen)
@@ -26,26 +27,26 @@ def test_answers_densely_bit_for_bit_and_leaves_no_trace(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_layers_are_seen_with_grid_and_text(name):
-    case = tiny.MODELS[name]
+    case = MODELS[name]
     model, seen, batch = case.build(), tiny.Seen(), 2
     attachment = attach(model, seen)
     assert len(attachment.layers) == case.layers
     tiny.run(model, case.inputs(batch=batch))
-    assert seen.forwards[0].grid == tiny.GRID
+    assert seen.forwards[0].grid == case.grid
     layers = [call.layer for call, _ in seen.calls]
     items = attachment.family.item_by_item
     assert sorted(layers) == sorted(list(range(case.layers)) * (batch if items else 1))
     for call, (b, heads, n, dim) in seen.calls:
-        assert (b, heads, dim) == (1 if items else batch, tiny.HEADS, tiny.DIM)
+        assert (b, heads, dim) == (1 if items else batch * case.items, tiny.HEADS, tiny.DIM)
         expected = None if case.text is None else [case.text(call.item + i) for i in range(b)]
         found = None if call.text is None else [(t.start, t.prompt, t.unused) for t in call.text]
         assert found == expected
-        assert n == tiny.VIDEO + (sum(expected[0][1:]) if expected else 0)
+        assert n == case.video + (sum(expected[0][1:]) if expected else 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_reaches_the_model_from_every_layer(name):
-    case = tiny.MODELS[name]
+    case = MODELS[name]
     model, given = case.build(), case.inputs()
     plain = tiny.run(model, given)
 
