@@ -137,4 +137,4 @@ def test_damaged_or_missing_contexts_are_not_used(tmp_path, recorded):
 
 def test_arguments_that_cannot_be_stored_are_named():
     with pytest.raises(HeartError, match="hands controller=object"):
-        trajectory._keep("controller", object())
+        trajectory._storable("controller", object())

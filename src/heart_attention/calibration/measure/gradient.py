@@ -41,7 +41,7 @@ ESTIMATOR = f"tokens-{NOISES}"  # names how `second` is estimated: records of an
 Choice = Sequence[Sequence[int]]  # [L][H]: index of a candidate, or DENSE
 
 
-# --- one context ---
+# ---------------------------------------- one context
 
 
 @dataclass

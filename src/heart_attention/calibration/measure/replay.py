@@ -1,9 +1,9 @@
-"""Run a transformer's own forward from any block on, from that block's cached input, with attention in our hands.
+"""Run a transformer's own forward from any block on, from that block's cached input, with attention served here.
 
 A transformer's blocks are a chain: what block i is handed by block i-1 (its *stream*: hidden states, in joint
 attention the text's too) is all it knows of the blocks before. So the model's own code runs with the blocks
 before i turned into cheap stand-ins and block i fed its cached stream: bit-exact, at the cost of the blocks
-that do run. The same road gives one block's step (`advance`), which is what probes and gradients are made of.
+that do run. In the same way one block alone is run (`advance`), which is what probes and gradients are made of.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ...errors import HeartError
 from ...online.call import Handler
 
 Stream = tuple[torch.Tensor, ...]
-Serve = Callable[..., torch.Tensor]  # (where, q, k, v, dense) -> out, all [B, H, N, D]
+Serve = Callable[..., torch.Tensor]  # (call, q, k, v, dense) -> out, all [B, H, N, D]
 
 
 class ReplayHandler(Handler):
-    """An attention handler that is dense unless `serve` is set; calibration's hand on the attention."""
+    """An attention handler that is dense unless `serve` is set."""
 
     def __init__(self) -> None:
         self.serve: Serve | None = None
         self.watch: Callable[[Any], None] | None = None
 
     def start_forward(self, call: Any) -> None:
-        """A replayed forward has no history; only a watcher is told."""
+        """Tell a watcher; a replayed forward has no history."""
         if self.watch is not None:
             self.watch(call)
 
@@ -40,7 +40,7 @@ class ReplayHandler(Handler):
 
     @contextlib.contextmanager
     def watched(self, watch: Callable[[Any], None]) -> Iterator[None]:
-        """Tell `watch` where each forward inside the context is."""
+        """Give `watch` the call context of each forward inside the context."""
         before, self.watch = self.watch, watch
         try:
             yield
@@ -164,7 +164,7 @@ class Replay:
             self.attachment.detach()
             self.attachment = None
 
-    # --- what a block does in a replay ---
+    # ---------------------------------------- what a block does in a replay
 
     def _shim(self, i: int, original: Callable) -> Callable:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class Replay:
         assert run is not None and analysis is not None
         if self._probing is not None:  # find out which arguments depend on the block before
             named = [*enumerate(args), *kwargs.items()]
-            self._probing.append([at for at, x in named if torch.is_tensor(x) and x.requires_grad])
+            self._probing.append([place for place, x in named if torch.is_tensor(x) and x.requires_grad])
             return analysis.shapes[n].stand_in(requires_grad=True)
         if run.record:  # streams of all blocks wait in host memory, not on the device
             run.streams[n] = tuple(x.cpu() for x in _pick(args, kwargs, analysis.positions[n]))
@@ -195,7 +195,7 @@ class Replay:
             args, kwargs = _put(args, kwargs, analysis.positions[n], run.feed)
         return original(*args, **kwargs)
 
-    # --- runs ---
+    # ---------------------------------------- runs
 
     def _call(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         out = self.transformer(**{**inputs, "return_dict": False})
@@ -229,17 +229,17 @@ class Replay:
         order = [i for i, _ in shapes]
         if len(set(order)) != len(order) or not order:
             raise HeartError("this transformer does not run each of its blocks once: it cannot be replayed")
-        found = _Analysis(order, [s for _, s in shapes], [])
-        self._run, self._here, self._probing = _Run(), found, []
+        analysis = _Analysis(order, [s for _, s in shapes], [])
+        self._run, self._here, self._probing = _Run(), analysis, []
         try:
             with torch.enable_grad(), frozen(self.transformer):
                 self._call(inputs)
-            found.positions = self._probing
+            analysis.positions = self._probing
         finally:
             self._run, self._here, self._probing = None, None, None
-        if not all(found.positions[1:]):
+        if not all(analysis.positions[1:]):
             raise HeartError("a block takes nothing from the block before it: this model cannot be replayed")
-        return found
+        return analysis
 
     def block_of(self, layer: int, inputs: Mapping[str, Any]) -> int:
         """The place, in running order, of the block that holds attention layer `layer`."""
@@ -273,14 +273,14 @@ class Replay:
 
 
 def _pick(args: tuple, kwargs: dict, positions: list[int | str]) -> Stream:
-    return tuple(args[at] if isinstance(at, int) else kwargs[at] for at in positions)
+    return tuple(args[place] if isinstance(place, int) else kwargs[place] for place in positions)
 
 
 def _put(args: tuple, kwargs: dict, positions: list[int | str], stream: Stream) -> tuple[tuple, dict]:
     new, named = list(args), dict(kwargs)
-    for at, x in zip(positions, stream):
-        if isinstance(at, int):
-            new[at] = x
+    for place, x in zip(positions, stream):
+        if isinstance(place, int):
+            new[place] = x
         else:
-            named[at] = x
+            named[place] = x
     return tuple(new), named

@@ -119,7 +119,7 @@ def layout_of(transformer: torch.nn.Module, inputs: Mapping[str, Any], output: t
     )
 
 
-# --- how the sampler combines the branches ---
+# ---------------------------------------- how the sampler combines the branches
 
 
 def fit_guidance(outputs: Sequence[torch.Tensor], velocity: torch.Tensor) -> list[tuple[float, ...]]:
@@ -155,15 +155,16 @@ def _affine_fit(parts: list[torch.Tensor], target: torch.Tensor) -> list[float]:
     return [1.0 - sum(tail), *tail]
 
 
-# --- recording ---
+# ---------------------------------------- recording
 
 
 class _Watch:
     """Collects the forwards of one generation and cuts them into steps where the scheduler does."""
 
-    def __init__(self, transformer: torch.nn.Module, wanted: set[int], found: Callable[[Context], None], prompt: int):
-        self.transformer, self.wanted, self.found, self.prompt = transformer, wanted, found, prompt
-        self.step, self.name, self.calls = 0, "", []
+    def __init__(self, transformer: torch.nn.Module, wanted: set[int], keep: Callable[[Context], None], prompt: int):
+        self.transformer, self.wanted, self.keep, self.prompt = transformer, wanted, keep, prompt
+        self.step, self.name = 0, ""
+        self.calls: list[tuple[str, dict[str, Any], torch.Tensor]] = []  # branch, arguments, output
 
     def start(self, call: Any) -> None:
         self.name = str(call.branch)
@@ -174,17 +175,17 @@ class _Watch:
 
     def scheduler_step(self, velocity: torch.Tensor) -> None:
         if self.step in self.wanted and self.calls:
-            self.found(self._context(velocity))
+            self.keep(self._context(velocity))
         self.step, self.calls = self.step + 1, []
 
     def _context(self, velocity: torch.Tensor) -> Context:
         weights = fit_guidance([out for *_, out in self.calls], velocity)
-        made = [
-            Branch(name, {k: _keep(k, v) for k, v in inputs.items()}, out.detach().cpu().clone(), w)
+        branches = tuple(
+            Branch(name, {k: _storable(k, v) for k, v in inputs.items()}, out.detach().cpu().clone(), w)
             for (name, inputs, out), w in zip(self.calls, weights)
-        ]
+        )
         _, inputs, out = self.calls[0]
-        return Context(self.prompt, self.step, tuple(made), layout_of(self.transformer, inputs, out))
+        return Context(self.prompt, self.step, branches, layout_of(self.transformer, inputs, out))
 
 
 def _named(transformer: torch.nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -200,7 +201,7 @@ def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output.sample
 
 
-def _keep(name: str, value: Any) -> Any:
+def _storable(name: str, value: Any) -> Any:
     if torch.is_tensor(value):
         return value.detach().cpu().clone().contiguous()
     try:
@@ -216,7 +217,7 @@ def _keep(name: str, value: Any) -> Any:
 @contextlib.contextmanager
 def _watching(pipe: Any, replay: Replay, watch: _Watch) -> Iterator[None]:
     scheduler = pipe.scheduler
-    original, own = scheduler.step, "step" in vars(scheduler)
+    original, overridden = scheduler.step, "step" in vars(scheduler)
 
     def step(model_output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         watch.scheduler_step(model_output)
@@ -229,7 +230,7 @@ def _watching(pipe: Any, replay: Replay, watch: _Watch) -> Iterator[None]:
             yield
     finally:
         hook.remove()
-        if own:
+        if overridden:
             scheduler.step = original
         else:
             del scheduler.step
@@ -237,16 +238,16 @@ def _watching(pipe: Any, replay: Replay, watch: _Watch) -> Iterator[None]:
 
 def record(
     pipe: Any, replay: Replay, prompt: int, text: str, steps: Sequence[int], call: Mapping[str, Any], seed: int,
-    found: Callable[[Context], None],
+    keep: Callable[[Context], None],
 ) -> None:  # fmt: skip
-    """Generate once, dense, and hand each wanted step's context to `found`.
+    """Generate once, dense, and hand each wanted step's context to `keep`.
 
     `prompt` numbers the prompt `text`; `call` goes to the pipeline as it is; the start noise belongs to
     (seed, prompt) alone.
     """
     wanted = {int(s) for s in steps}
     generator = torch.Generator("cpu").manual_seed(draws.torch_seed(seed, "noise", prompt))
-    watch = _Watch(replay.transformer, set(wanted), found, prompt)
+    watch = _Watch(replay.transformer, set(wanted), keep, prompt)
     with _watching(pipe, replay, watch), replay.handler.serving(None), _quiet(pipe):
         pipe(prompt=text, generator=generator, output_type="latent", **call)
     if watch.step <= max(wanted):
@@ -268,7 +269,7 @@ def _quiet(pipe: Any) -> Iterator[None]:
             pipe.set_progress_bar_config(**before)
 
 
-# --- on disk ---
+# ---------------------------------------- on disk
 
 
 def to_bytes(context: Context) -> bytes:
@@ -298,8 +299,8 @@ def from_bytes(data: bytes) -> Context:
     head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["heart"])
     branches = []
     for i, b in enumerate(head["branches"]):
-        at = f"{i}/in/"
-        inputs = {k[len(at) :]: v for k, v in tensors.items() if k.startswith(at)} | b["plain"]
+        prefix = f"{i}/in/"
+        inputs = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)} | b["plain"]
         branches.append(Branch(b["name"], inputs, tensors[f"{i}/output"], tuple(b["weights"])))
     return Context(head["prompt"], head["step"], tuple(branches), head["layout"])
 

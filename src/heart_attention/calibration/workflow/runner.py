@@ -1,4 +1,4 @@
-"""Doing the work of a calibration: records that are there are taken, the rest is made by an executor, progress is told."""
+"""Doing the work of a calibration: records on disk are taken, the others made by an executor; progress is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Choice = tuple[tuple[int, ...], ...]  # the candidate of every head, by layer
 
 
 class Runner:
-    """Does tasks through an executor, with records as memory."""
+    """Has tasks run by an executor and keeps their records."""
 
     def __init__(self, store: Store, executor: Executor[Task], progress: Progress | None):
         self.store, self.executor = store, executor
@@ -37,7 +37,7 @@ class Runner:
             for p, steps in wanted.items()
             if not self.store.trajectories.has(p, steps)
         ]
-        report = _Clock(self.progress, "trajectories", len(wanted), len(wanted) - len(tasks))
+        report = _Stage(self.progress, "trajectories", len(wanted), len(wanted) - len(tasks))
         for task, (_, files) in self.executor.do(tasks, self._read):
             with self.store.writing():
                 self.store.trajectories.write(task.prompt, files)
@@ -49,7 +49,7 @@ class Runner:
         known = {n: self.store.get(n) for group in names for n in group}
         have = {n for n, value in known.items() if value is not None}
         left = [task.without(have) for task, group in zip(tasks, names) if not have.issuperset(group)]
-        report = _Clock(self.progress, stage, len(known), len(have))
+        report = _Stage(self.progress, stage, len(known), len(have))
         for _, (name, value) in self.executor.do(left, self._read):
             known[name] = self.store.put(name, value)
             report.one()
@@ -58,16 +58,16 @@ class Runner:
     def verify(self, stage: str, contexts: Iterable[tuple[int, int]], choice: Choice) -> dict[str, Any]:
         """True joint error and realised sparsity of an assignment over contexts."""
         tasks = [Task("verify", p, s, choice=choice) for p, s in contexts]
-        found = [records[0] for records in self.records(stage, tasks)]
+        rows = [records[0] for records in self.records(stage, tasks)]
         return {
-            "error": float(np.mean([r["error"] for r in found])),
-            "sparsity": float(np.mean([r["sparsity"] for r in found])),
-            "errors": [r["error"] for r in found],
-            "bands": np.mean([r["bands"] for r in found], axis=0).tolist(),
+            "error": float(np.mean([r["error"] for r in rows])),
+            "sparsity": float(np.mean([r["sparsity"] for r in rows])),
+            "errors": [r["error"] for r in rows],
+            "bands": np.mean([r["bands"] for r in rows], axis=0).tolist(),
         }
 
 
-class _Clock:
+class _Stage:
     """Tells progress how far a stage is and how long the rest will take."""
 
     def __init__(self, progress: Progress, stage: str, total: int, done: int):
@@ -78,5 +78,5 @@ class _Clock:
     def one(self) -> None:
         """One more is finished."""
         self.done += 1
-        each = (time.monotonic() - self.start) / max(1, self.done - self.first)
-        self.progress(self.stage, self.done, self.total, each * (self.total - self.done))
+        pace = (time.monotonic() - self.start) / max(1, self.done - self.first)
+        self.progress(self.stage, self.done, self.total, pace * (self.total - self.done))

@@ -19,7 +19,8 @@ from ...errors import HeartError
 from ...files import locked, read_json, write_json
 from ..measure.trajectory import Trajectories
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
 SCHEMA = 1
 
 
@@ -112,7 +113,7 @@ class Store:
         except (HeartError, KeyError, TypeError, ValueError):
             whole = False
         if not whole:
-            logger.warning("The record %s is damaged or of another plan; it is made again.", path)
+            log.warning("The record %s is damaged or of another plan; it is made again.", path)
             return None
         return record["value"]
 
