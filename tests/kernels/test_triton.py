@@ -128,7 +128,7 @@ def test_says_why_it_cannot_serve_here():
     plan = triton_attention.KERNEL.plan(BlockMask.full(1, 1, 20, 16))
     with pytest.raises(HeartError, match="runs on a GPU and the tensors are on cpu"):
         triton_attention.KERNEL.run(plan, q, q, q)
-    assert not triton_predict.serves(q, "XAttention scoring")
+    assert triton_predict.op_reasons(q) == ["it runs on a GPU and the tensors are on cpu"]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_120", "gfx942", "interpreter"])

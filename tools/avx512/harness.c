@@ -18,7 +18,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "structs.h" /* struct tensor, heart_attention, heart_backward: run.sh cuts them out of the kernels */
+#include "structs.h" /* struct tensor, heart_attention and so on: run.sh cuts them out of the kernels */
 
 #ifndef FLOATS
 #define FLOATS 16 /* what heart_vector_floats() of the fast build must say */
@@ -36,11 +36,10 @@ struct build {
     int64_t (*attention_bytes)(const struct heart_attention *);
     int (*attention)(const struct heart_attention *, float *);
     int (*backward)(const struct heart_backward *);
-    int (*scores)(int64_t, const void *const *, const void *const *, float *const *, int, int64_t, int64_t, int64_t,
-                  int64_t, int64_t, const int64_t *, int64_t, int64_t, int64_t, int64_t, int);
-    int (*nearest)(const float *, int64_t, int64_t, int64_t, const float *, const float *, int64_t, int64_t *, int);
-    int (*sums)(const float *, int64_t, int64_t, int64_t, const int64_t *, int64_t, float *, int64_t *);
-    int (*means)(int64_t, const void *const *, int, int64_t, int64_t, int64_t, float *, int);
+    int (*scores)(const struct heart_scores *);
+    int (*nearest)(const struct heart_nearest *);
+    int (*sums)(const struct heart_sums *);
+    int (*means)(const struct heart_means *);
 };
 
 #define DECLARE(p)                                                                                                     \
@@ -48,13 +47,10 @@ struct build {
     int64_t p##heart_attention_bytes(const struct heart_attention *);                                                  \
     int p##heart_attention(const struct heart_attention *, float *);                                                   \
     int p##heart_attention_backward(const struct heart_backward *);                                                    \
-    int p##heart_block_scores(int64_t, const void *const *, const void *const *, float *const *, int, int64_t,         \
-                              int64_t, int64_t, int64_t, int64_t, const int64_t *, int64_t, int64_t, int64_t, int64_t, \
-                              int);                                                                                    \
-    int p##heart_nearest(const float *, int64_t, int64_t, int64_t, const float *, const float *, int64_t, int64_t *,   \
-                         int);                                                                                         \
-    int p##heart_cluster_sums(const float *, int64_t, int64_t, int64_t, const int64_t *, int64_t, float *, int64_t *); \
-    int p##heart_token_means(int64_t, const void *const *, int, int64_t, int64_t, int64_t, float *, int);
+    int p##heart_block_scores(const struct heart_scores *);                                                            \
+    int p##heart_nearest(const struct heart_nearest *);                                                                \
+    int p##heart_cluster_sums(const struct heart_sums *);                                                              \
+    int p##heart_token_means(const struct heart_means *);
 #define BUILD(p)                                                                                                       \
     {p##heart_vector_floats, p##heart_attention_bytes, p##heart_attention, p##heart_attention_backward,                \
      p##heart_block_scores, p##heart_nearest, p##heart_cluster_sums, p##heart_token_means}
@@ -212,8 +208,8 @@ static struct mask random_mask(int64_t heads, int64_t n_q, int64_t n_k, int64_t 
 
 /* ---- attention ----------------------------------------------------------------------------------------- */
 
-enum { BLOCKS, ORDER_AND_TAIL, CLUSTERS, PART, FAR_APART, EXACT, NOT_FINITE, KINDS };
-static const char *const kinds[] = {"equal blocks", "order and tail", "clusters", "part of a softmax",
+enum { BLOCKS, ORDER_AND_TAIL, CLUSTERS, PART, REST, FAR_APART, EXACT, NOT_FINITE, KINDS };
+static const char *const kinds[] = {"equal blocks", "order and tail", "clusters", "part of a softmax", "the rest as means",
                                     "rows far apart, negative scale", "whole numbers, large scale", "inf and nan"};
 
 /* [B, H, n, dim] as its own array, or as a view of [B, n, H, dim], with `gap` unused numbers after each row. */
@@ -223,10 +219,30 @@ static struct tensor view(void *data, int64_t heads, int64_t n, int64_t dim, int
     return (struct tensor){data, heads * n * row, n * row, row};
 }
 
+/* Every group that is not kept, but for the empty ones, is approximated. */
+static void left_out(struct heart_attention *a, const struct mask *m, int64_t all) {
+    int64_t *ptr = guarded(all * (a->q_blocks + 1) * 8), n = 0;
+    int32_t *cols = guarded(all * a->q_blocks * a->k_blocks * 4);
+    for (int64_t head = 0; head < all; head++) {
+        const int32_t *starts = m->k_starts + head * (a->k_blocks + 1);
+        for (int64_t row = 0; row < a->q_blocks; row++) {
+            const int64_t *kept = m->row_ptr + head * (a->q_blocks + 1) + row;
+            ptr[head * (a->q_blocks + 1) + row] = n;
+            for (int32_t c = 0; c < a->k_blocks; c++) {
+                int seen = starts[c] == starts[c + 1];
+                for (int64_t i = kept[0]; i < kept[1]; i++) seen |= m->cols[i] == c;
+                if (!seen) cols[n++] = c;
+            }
+        }
+        ptr[head * (a->q_blocks + 1) + a->q_blocks] = n;
+    }
+    a->rest_ptr = ptr, a->rest_cols = cols;
+}
+
 static void attention_case(int64_t dim, int bf16, int kind, int64_t n_q, int64_t n_k, int threads) {
     if (kind == FAR_APART) n_q = 1 + n_q % 20, n_k = 1 + n_k % 20; /* such arrays are large */
     const int64_t batch = 2, heads = 2, all = batch * heads, gap = kind == FAR_APART ? 520 : below(2) * 3;
-    int by_token = (int)below(2), own = kind == CLUSTERS || kind == PART, coarse = kind == EXACT;
+    int by_token = (int)below(2), own = kind == CLUSTERS || kind == PART || kind == REST, coarse = kind == EXACT;
     int64_t tail = kind == ORDER_AND_TAIL ? 1 + below(40) : 0, q_blocks = 1 + below(n_q < 9 ? n_q : 9),
             k_blocks = 1 + below(n_k < 9 ? n_k : 9);
     if (kind == ORDER_AND_TAIL) n_k = n_q;
@@ -237,8 +253,9 @@ static void attention_case(int64_t dim, int bf16, int kind, int64_t n_q, int64_t
                                 .own_starts = own, .own_perm = own, .scale = 1 / sqrt((double)dim)};
     if (kind == FAR_APART) a.scale = -a.scale;
     if (kind == EXACT) a.scale = 30;
-    struct mask m = random_mask(all, n_q, n_k, q_blocks, k_blocks, own, kind != CLUSTERS && kind != PART, kind == PART);
+    struct mask m = random_mask(all, n_q, n_k, q_blocks, k_blocks, own, !own, kind == PART || kind == REST);
     a.row_ptr = m.row_ptr, a.cols = m.cols, a.q_starts = m.q_starts, a.k_starts = m.k_starts;
+    if (kind == REST) left_out(&a, &m, all);
     if (own || kind == ORDER_AND_TAIL) {
         int64_t sets = own ? all : 1;
         int32_t *q_perm = guarded(sets * n_q * 4), *k_perm = guarded(sets * n_k * 4);
@@ -258,17 +275,19 @@ static void attention_case(int64_t dim, int bf16, int kind, int64_t n_q, int64_t
     a.q = view(q, heads, n_q + tail, dim, by_token, gap);
     a.k = view(k, heads, n_k + tail, dim, by_token, gap), a.v = a.k, a.v.data = v;
     void *outs[2];
-    float *lse[2] = {NULL, NULL};
+    float *lse[2] = {NULL, NULL}, *mass[2] = {NULL, NULL};
     for (int b = 0; b < 2; b++) {
         void *out = outs[b] = guarded(q_size * (bf16 ? 2 : 4));
         a.out = a.q, a.out.data = out;
-        if (kind == PART) a.lse = lse[b] = guarded(all * n_q * 4);
+        if (kind == PART || kind == REST) a.lse = lse[b] = guarded(all * n_q * 4);
+        if (kind == REST) a.mass = mass[b] = guarded(all * n_q * 4);
         int64_t bytes = builds[b].attention_bytes(&a);
         returned(builds[b].attention(&a, guarded((bytes + 63) / 64 * 64)));
     }
     if (bf16) compare_bf16("out", outs[0], outs[1], q_size);
     else compare_floats("out", outs[0], outs[1], q_size);
-    if (kind == PART) compare_floats("lse", lse[0], lse[1], all * n_q);
+    if (kind == PART || kind == REST) compare_floats("lse", lse[0], lse[1], all * n_q);
+    if (kind == REST) compare_floats("mass", mass[0], mass[1], all * n_q);
     free_all();
 }
 
@@ -358,8 +377,10 @@ static void scores_case(int64_t width, int bf16, int64_t s, int64_t per_block, i
         for (int b = 0; b < 2; b++) out[b][h] = guarded(rows * blocks * 4);
     }
     for (int b = 0; b < 2; b++)
-        returned(builds[b].scores(2, q, k, out[b], bf16, n_q, n_k, width, stride, stride, order, s, per_block, blocks,
-                                  visible, threads));
+        returned(builds[b].scores(&(struct heart_scores){
+            .heads = 2, .q = q, .k = k, .out = out[b], .n_q = n_q, .n_k = n_k, .width = width, .q_stride = stride,
+            .k_stride = stride, .order = order, .s = s, .per_block = per_block, .blocks = blocks, .visible = visible,
+            .bf16 = bf16, .threads = threads}));
     for (int h = 0; h < 2; h++) compare_floats("score", out[0][h], out[1][h], rows * blocks);
     free_all();
 }
@@ -384,7 +405,9 @@ static void nearest_case(int64_t width, int64_t n, int64_t count, int coarse, in
     int64_t *labels[2];
     for (int b = 0; b < 2; b++) {
         labels[b] = guarded(n * 8);
-        returned(builds[b].nearest(x, n, width, stride, c, norms, count, labels[b], threads));
+        returned(builds[b].nearest(&(struct heart_nearest){
+            .x = x, .n = n, .width = width, .stride = stride, .centroids = c, .norms = norms, .count = count,
+            .labels = labels[b], .threads = threads}));
     }
     for (int64_t i = 0; i < n; i++) {
         double distance[2];
@@ -419,7 +442,8 @@ static void sums_case(int64_t width, int64_t n, int64_t count) {
     for (int64_t i = 0; i < n; i++) labels[i] = below(count);
     for (int b = 0; b < 2; b++) {
         sums[b] = guarded(count * width * 4), sizes[b] = guarded(count * 8);
-        returned(builds[b].sums(x, n, width, stride, labels, count, sums[b], sizes[b]));
+        returned(builds[b].sums(&(struct heart_sums){.x = x, .n = n, .width = width, .stride = stride, .labels = labels,
+                                                     .count = count, .sums = sums[b], .sizes = sizes[b]}));
     }
     for (int64_t i = 0; i < count * width; i++) compare("sum", i, sums[0][i], sums[1][i], 0); /* added in one order */
     for (int64_t i = 0; i < count; i++) compare("size", i, (double)sizes[0][i], (double)sizes[1][i], 0);
@@ -439,7 +463,8 @@ static void means_case(int64_t width, int bf16, int64_t n, int threads) {
     for (int h = 0; h < 3; h++) x[h] = numbers((n - 1) * stride + width, bf16, 0);
     for (int b = 0; b < 2; b++) {
         out[b] = guarded(3 * width * 4);
-        returned(builds[b].means(3, x, bf16, n, width, stride, out[b], threads));
+        returned(builds[b].means(&(struct heart_means){.heads = 3, .x = x, .n = n, .width = width, .stride = stride,
+                                                       .out = out[b], .bf16 = bf16, .threads = threads}));
     }
     for (int64_t i = 0; i < 3 * width; i++) compare("mean", i, out[0][i], out[1][i], 0);
     free_all();

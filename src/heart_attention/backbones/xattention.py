@@ -7,7 +7,6 @@ not depend on which others are predicted with it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..kernels.ops import native as native
+from ..kernels.ops.scores import block_scores
 from ..masks import BlockMask, Text, top_p
 from .base import Key, NoState, Settings, Thresholds, check_positive, check_qk, read_text, read_thresholds
 
-CHUNK_BLOCKS = 64  # query blocks a GEMM: enough to run at full speed, few enough for its result to stay in cache
 SCORE_FLOATS = 1 << 19  # scores that exist at once, unless one head has more
 
 
@@ -153,109 +151,12 @@ class XAttention(Settings):
         """Block scores of the heads (b, h) in `which`, fp32 [heads, Mq, Mk]; by what serves this device best."""
         q_heads, k_heads = ([x[b, h] for b, h in which] for x in (q, k))
         shape = (len(which), self._blocks(q.shape[2]), self._blocks(k.shape[2]))
-        if _gpu_serves(self, q):
-            return _gpu_scores(self, q_heads, k_heads, order, shape)
         out = torch.zeros(shape, dtype=torch.float32, device=q.device)
         filled = [one[: -(-q.shape[2] // self.block)] for one in out]  # block rows with tokens, of each head
-        s, per_block = self.stride, self.block // self.stride
-        visible = -(-k.shape[2] // s) if self.pad == "block" else shape[2] * per_block  # key groups with mass
-        if native.serves(q, k):
-            native.block_scores(q_heads, k_heads, order, s, per_block, visible, filled)
-        else:
-            for one, other, scores in zip(q_heads, k_heads, filled):
-                _torch_scores(one, other, order, s, per_block, visible, scores)
+        per_block = self.block // self.stride
+        visible = -(-k.shape[2] // self.stride) if self.pad == "block" else shape[2] * per_block  # key groups with mass
+        block_scores(q_heads, k_heads, order, self.stride, per_block, visible, filled)
         return out
-
-
-def _gpu_serves(settings: XAttention, q: Tensor) -> bool:
-    from ..kernels.ops import triton_predict
-
-    reasons = triton_predict.score_reasons(settings.stride, settings.block)
-    return triton_predict.serves(q, "XAttention", *reasons)
-
-
-def _gpu_scores(
-    settings: XAttention, q: list[Tensor], k: list[Tensor], order: Tensor | None, shape: tuple[int, int, int]
-) -> Tensor:
-    from ..kernels.ops import triton_predict
-
-    s, block, masked = settings.stride, settings.block, settings.pad == "block"
-    more: dict[str, Any] = {"order": order, "q_blocks": shape[1], "k_blocks": shape[2], "masked": masked}
-    each = [triton_predict.xattention_scores(a[None, None], b[None, None], s, block, **more) for a, b in zip(q, k)]
-    return torch.cat(each).squeeze(1)
-
-
-def _torch_scores(
-    q: Tensor, k: Tensor, order: Tensor | None, s: int, per_block: int, visible: int, out: Tensor
-) -> None:
-    """Block scores of one head in plain PyTorch: the definition. q, k [N, D] -> out fp32 [Mq, Mk].
-
-    `visible` groups of keys take part in the softmax; those after the last token have logit 0.
-    """
-    keys = _flipped_keys(k, order, s, per_block, out.shape[1])  # [per_block · Mk, S·D]
-    scale = 1 / (s * math.sqrt(q.shape[-1]))
-    block, step = s * per_block, min(CHUNK_BLOCKS, out.shape[0])
-    buffer = torch.empty(step * per_block, keys.shape[0], dtype=torch.float32, device=q.device)
-    for start in range(0, out.shape[0], step):
-        stop = min(start + step, out.shape[0])
-        rows = _query_groups(q, order, s, start * block, stop * block)  # [groups, S·D]
-        logits = buffer[: rows.shape[0]]
-        torch.addmm(logits, rows, keys.T, beta=0, alpha=scale, out=logits)
-        _block_sums(logits, per_block, keys.shape[0] - visible, out[start:stop])
-
-
-def _flipped_keys(k: Tensor, order: Tensor | None, s: int, per_block: int, blocks: int) -> Tensor:
-    """Keys in groups of S tokens, each group reversed, zero-padded, in fp32: [per_block · blocks, S·D].
-
-    Reversing keys instead of queries leaves the queries a plain view. The groups come ordered by their place
-    in a block first and by block second, so that summing over a block is a sum of whole vectors.
-    """
-    n, d = k.shape
-    padded = blocks * per_block * s
-    token = torch.arange(padded, device=k.device).view(blocks, per_block, s).flip(-1).transpose(0, 1).flatten()
-    if padded == n:
-        return _rows(k, token if order is None else order[token]).view(-1, s * d)
-    keys = torch.zeros(padded, d, dtype=torch.float32, device=k.device)
-    place = (token < n).nonzero().squeeze(-1)
-    token = token[place]
-    keys[place] = _rows(k, token if order is None else order[token])
-    return keys.view(-1, s * d)
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [N, D] as fp32."""
-    return x.index_select(0, index).float()
-
-
-def _query_groups(q: Tensor, order: Tensor | None, s: int, start: int, stop: int) -> Tensor:
-    """Query tokens start..stop in groups of S, fp32 [groups, S·D]; a view where it can be.
-
-    The last group is padded with zeros; groups that are all padding are left out.
-    """
-    n, d = q.shape
-    real = min(stop, n)
-    part = q[start:real].float() if order is None else _rows(q, order[start:real])
-    missing = -(real - start) % s
-    if missing:
-        part = torch.nn.functional.pad(part, (0, 0, 0, missing))
-    return part.reshape(-1, s * d)
-
-
-def _block_sums(logits: Tensor, per_block: int, hidden: int, out: Tensor) -> None:
-    """Softmax of logits [groups, per_block · Mk], summed over blocks into out [Mq, Mk]; spoils `logits`.
-
-    `hidden` key groups at the end of the last block are padding without mass.
-    """
-    tile = logits.view(logits.shape[0], per_block, -1)
-    if hidden:
-        tile[:, per_block - hidden :, -1] = -math.inf
-    logits.sub_(logits.amax(1, keepdim=True)).exp_()
-    mass = tile.sum(1)  # [groups, Mk]
-    mass /= mass.sum(1, keepdim=True)
-    missing = -mass.shape[0] % per_block
-    if missing:
-        mass = torch.nn.functional.pad(mass, (0, 0, 0, missing))
-    torch.sum(mass.view(-1, per_block, mass.shape[1]), 1, out=out)
 
 
 def _stretch(order: Tensor, n: int, text: Text | None) -> Tensor:

@@ -31,6 +31,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     from .. import __version__, files, kernels
+    from ..kernels import ops
 
     return {
         "versions": {"heart-attention": __version__, "python": platform.python_version(), **_versions()},
@@ -41,6 +42,7 @@ def collect() -> dict[str, Any]:
         "compiled": _compiled(),
         "cache": str(files.cache_dir()),
         "kernels": {name: {"serves": not why, "reasons": why} for name, why in kernels.available().items()},
+        "operations": ops.available(),
     }
 
 
@@ -120,4 +122,8 @@ def render(facts: dict[str, Any]) -> str:
     ]
     for name, state in facts["kernels"].items():
         lines.append(f"  {name:<12}{'serves' if state['serves'] else 'no: ' + '; '.join(state['reasons'])}")
+    lines += ["", "other operations, by the first that serves:"]
+    for name, ways in facts["operations"].items():
+        told = [way if not why else f"{way} no: {'; '.join(why)}" for way, why in ways.items()]
+        lines.append(f"  {name:<20}{', '.join(told)}")
     return "\n".join(lines)

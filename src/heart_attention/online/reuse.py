@@ -16,43 +16,14 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..kernels.ops import native as native
-
-_CHUNK = 512  # tokens widened to fp32 at a time: stays in cache, and torch sums bf16 itself ten times slower
-
+from ..kernels.ops.means import token_means
 
 # ---------------------------------------- drift
 
 
 def pool(x: Tensor, seen: slice | Tensor | None = None) -> Tensor:
     """Mean over the tokens the predictor sees, in fp32: [B, H, N, D] -> [B, H, D]."""
-    x = _seen(x, seen)
-    if x.is_cuda:
-        from ..kernels.ops import triton_predict
-
-        if triton_predict.serves(x, "pooling"):
-            return triton_predict.pooled_means(x)
-    elif x.dtype == torch.float32 and x.stride()[1:] == _rows_of(x):
-        return torch.stack([_sum_rows(item) for item in x]) / x.shape[2]
-    elif native.serves(x):
-        return native.token_means(x)
-    if x.is_cuda or x.dtype in (torch.float32, torch.float64):
-        return x.mean(2, dtype=torch.float32)
-    total = x.new_zeros((x.shape[0], x.shape[1], x.shape[3]), dtype=torch.float32)
-    for start in range(0, x.shape[2], _CHUNK):
-        total += x[:, :, start : start + _CHUNK].float().sum(2)
-    return total / x.shape[2]
-
-
-def _rows_of(x: Tensor) -> tuple[int, int, int]:
-    """Strides of [H, N, D] when the tokens of all heads are rows of one matrix, as diffusers lays them out."""
-    return x.shape[3], x.shape[1] * x.shape[3], 1
-
-
-def _sum_rows(x: Tensor) -> Tensor:
-    """Sum over tokens of such an [H, N, D], as one product at the speed of memory: -> [H, D]."""
-    heads, n, dim = x.shape
-    return torch.mm(x.new_ones(1, n), x.transpose(0, 1).reshape(n, heads * dim)).view(heads, dim)
+    return token_means(_seen(x, seen))
 
 
 def features(q: Tensor, k: Tensor, kind: str, seen: slice | Tensor | None = None) -> Tensor:

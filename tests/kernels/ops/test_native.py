@@ -67,24 +67,21 @@ def test_what_it_serves(monkeypatch):
 
 INTERPRETED = """
 import torch
-from heart_attention.backbones import SVG2, XAttention, kmeans, xattention
-from heart_attention.kernels.ops import triton_predict
+from heart_attention.backbones import XAttention, kmeans
+from heart_attention.kernels.ops import scores, triton_predict
 torch.set_num_threads(1)
-triton_predict.serves = lambda x, what, *more: not more  # as on a GPU; the interpreter takes CPU tensors
 g = torch.Generator().manual_seed(0)
 q, k = (torch.randn(1, 90, 2, 16, generator=g).transpose(1, 2) for _ in range(2))
-for pad in ("block", 64):
-    backbone = XAttention(4, 16, pad)
-    order = torch.randperm(90, generator=g)
-    shape = (2, backbone._blocks(90), backbone._blocks(90))
-    got = xattention._gpu_scores(backbone, [*q[0]], [*k[0]], order, shape)
-    assert (got - backbone.scores(q, k, order)[0]).abs().max() <= 8e-6
-    assert xattention._gpu_serves(backbone, q)
-    assert not xattention._gpu_serves(XAttention(4, 12), q)
+order = torch.randperm(90, generator=g)
 init = [k[0, h, :7] for h in range(2)]
-want = kmeans.lloyd_heads([*q[0]], init, 4)
-got = kmeans.gpu_heads([*q[0]], init, 4)
-for one, other in zip(got, want):
+want = [XAttention(4, 16, pad).scores(q, k, order) for pad in ("block", 64)], kmeans.lloyd_heads([*q[0]], init, 4)
+triton_predict.op_reasons = lambda x=None: []  # as on a GPU; the interpreter takes CPU tensors
+assert scores.block_scores.choose([*q[0]], [*k[0]], None, 4, 4).name == "triton"
+assert scores.block_scores.choose([*q[0]], [*k[0]], None, 4, 3).name != "triton"
+for pad, one in zip(("block", 64), want[0]):
+    assert (XAttention(4, 16, pad).scores(q, k, order) - one).abs().max() <= 8e-6
+assert kmeans.lloyd_heads.choose([*q[0]], init, 4).name == "triton"
+for one, other in zip(kmeans.lloyd_heads([*q[0]], init, 4), want[1]):
     assert torch.equal(one.labels, other.labels) and torch.equal(one.sizes, other.sizes)
     assert (one.centroids - other.centroids).abs().max() < 1e-5 and one.iterations == other.iterations
 print("agreed")

@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-/* Lists of rows go on for so many entries after their end, with what is wanted next: it is asked for early. */
+/* Lists of rows go on for so many entries after their end, with what is wanted next, which is prefetched. */
 #define AHEAD 24
 
 /* How many of n remaining rows to take: sixes, then fours and fives, because fewer sums than eight leave the

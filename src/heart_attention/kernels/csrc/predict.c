@@ -47,7 +47,7 @@ INLINE int64_t token_at(const tokens *x, int64_t t) {
 
 INLINE const char *address(const tokens *x, int64_t at) { return (const char *)x->data + at * (x->bf16 ? 2 : 4); }
 
-/* Ask for token `t` early: tokens of one head lie apart, and the machine does not foresee the jump. Into the second
+/* Prefetch token `t`: tokens of one head lie apart, and the machine does not foresee the jump. Into the second
  * cache: places of the first are few for tokens that lie powers of two apart. */
 INLINE void prefetch(const tokens *x, int64_t t) {
     int64_t at = token_at(x, t);
@@ -76,7 +76,7 @@ INLINE void pack_rest(const tokens *x, int bf16, const int64_t *at, int lanes, i
         for (int i = 0; i < lanes; i++) panel[d * wide + i] = read_one(x, bf16, at[i], d);
 }
 
-/* VL tokens into columns of a panel [width][COLS]; those that come `next` are asked for. */
+/* VL tokens into columns of a panel [width][COLS]; those that come `next` are prefetched. */
 INLINE void pack_columns(const tokens *x, int bf16, const int64_t *at, const int64_t *next, float *panel) {
     int64_t d = 0;
     for (; d + VL <= x->width; d += VL) {
@@ -181,7 +181,7 @@ static void all_logits(const float *queries, const float *keys, int64_t rows, in
             int64_t part = depth - p < DEPTH ? depth - p : DEPTH, to = from + WIDE < cols ? from + WIDE : cols;
             for (int64_t j = from; j < to; j += COLS)
                 for (int64_t i = 0; i < rows; i += ROWS) {
-                    const float *panel = keys + j * depth + p * COLS; /* the next one is asked for meanwhile */
+                    const float *panel = keys + j * depth + p * COLS; /* the next one is prefetched */
                     const float *next = panel + COLS * depth + part * COLS * i / rows;
                     for (int64_t ahead = 0; ahead < part * COLS * ROWS / rows; ahead += 16)
                         __builtin_prefetch(next + ahead, 0, 2);
@@ -190,7 +190,7 @@ static void all_logits(const float *queries, const float *keys, int64_t rows, in
         }
 }
 
-/* What all heads of a call share: sizes, and one thread's space. */
+/* What all heads of a call share: sizes, and one thread's workspace. */
 typedef struct {
     int64_t s, per_block, blocks, visible, depth, cols, ld, chunk;
     float scale, *sums, *queries, *logits;
@@ -242,21 +242,29 @@ static void score_rows(const scorer *at, const tokens *x, const float *keys, int
     }
 }
 
-/* Block scores of `heads` heads in turn: q[h], k[h] point to tokens, out[h] to [ceil(n_q / (s·per_block))][blocks].
- * `visible` key groups take part in the softmax; those without tokens have logit 0. Returns 0, or 1 without memory. */
-int heart_block_scores(int64_t heads, const void *const *q, const void *const *k, float *const *out, int bf16,
-                       int64_t n_q, int64_t n_k, int64_t width, int64_t q_stride, int64_t k_stride,
-                       const int64_t *order, int64_t s, int64_t per_block, int64_t blocks, int64_t visible,
-                       int threads) {
+struct heart_scores {
+    int64_t heads;
+    const void *const *q, *const *k; /* of each head: its tokens */
+    float *const *out;               /* of each head: [ceil(n_q / (s * per_block))][blocks] */
+    int64_t n_q, n_k, width, q_stride, k_stride;
+    const int64_t *order; /* of the tokens, or NULL */
+    int64_t s, per_block, blocks;
+    int64_t visible; /* key groups that take part in the softmax; those without tokens have logit 0 */
+    int64_t bf16, threads;
+};
+
+/* Block scores of some heads in turn. Returns 0, or 1 without memory. */
+int heart_block_scores(const struct heart_scores *a) {
+    int64_t s = a->s, per_block = a->per_block, blocks = a->blocks, visible = a->visible, width = a->width;
     int64_t depth = s * width, cols = round_up(visible, COLS);
     /* Rows a power of two apart would share the same few places of the caches: one more vector keeps them apart. */
     scorer shared = {s, per_block, blocks, visible, depth, cols, cols + 16, round_up(CHUNK_ROWS, per_block),
                      (float)(1.4426950408889634 / ((double)s * sqrt((double)width))), 0, 0, 0};
-    int64_t groups = (n_q + s - 1) / s, padded = round_up(shared.chunk, ROWS);
+    int64_t groups = (a->n_q + s - 1) / s, padded = round_up(shared.chunk, ROWS);
     float *panels = allocate(shared.cols * depth);
     int failed = panels == NULL;
     if (failed) return 1;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads((int)a->threads)
     {
         scorer at = shared;
         at.sums = allocate(blocks), at.queries = allocate(padded * depth), at.logits = allocate(padded * at.ld);
@@ -265,14 +273,15 @@ int heart_block_scores(int64_t heads, const void *const *q, const void *const *k
             failed = 1;
         }
 #pragma omp barrier
-        for (int64_t h = 0; h < (failed ? 0 : heads); h++) {
-            tokens queries = {q[h], n_q, width, q_stride, order, bf16};
-            tokens keys = {k[h], n_k, width, k_stride, order, bf16};
+        for (int64_t h = 0; h < (failed ? 0 : a->heads); h++) {
+            tokens queries = {a->q[h], a->n_q, width, a->q_stride, a->order, (int)a->bf16};
+            tokens keys = {a->k[h], a->n_k, width, a->k_stride, a->order, (int)a->bf16};
 #pragma omp for schedule(dynamic)
             for (int64_t j = 0; j < at.cols; j += COLS) pack_keys(&keys, j, s, panels + j * depth);
 #pragma omp for schedule(dynamic)
             for (int64_t start = 0; start < groups; start += at.chunk)
-                score_rows(&at, &queries, panels, start, groups - start < at.chunk ? groups - start : at.chunk, out[h]);
+                score_rows(&at, &queries, panels, start, groups - start < at.chunk ? groups - start : at.chunk,
+                           a->out[h]);
         }
         free(at.sums);
         free(at.queries);
@@ -321,17 +330,25 @@ static void nearest(const float *panels, const float *centroids, const float *no
 
 #define TOKEN_ROWS 48 /* tokens that meet one panel of centroids while it is in the first cache */
 
-/* Labels [n] of tokens x [n][width] (fp32, rows `stride` apart) for centroids [count][width].
- * Returns 0, or 1 without memory. */
-int heart_nearest(const float *x, int64_t n, int64_t width, int64_t stride, const float *centroids,
-                  const float *norms, int64_t count, int64_t *labels, int threads) {
-    tokens from = {x, n, width, stride, NULL, 0}, middles = {centroids, count, width, width, NULL, 0};
+struct heart_nearest {
+    const float *x; /* [n][width], rows `stride` apart */
+    int64_t n, width, stride;
+    const float *centroids, *norms; /* [count][width], and their squares summed */
+    int64_t count;
+    int64_t *labels; /* [n] */
+    int64_t threads;
+};
+
+/* Labels of tokens. Returns 0, or 1 without memory. */
+int heart_nearest(const struct heart_nearest *a) {
+    int64_t n = a->n, width = a->width, count = a->count;
+    tokens from = {a->x, n, width, a->stride, NULL, 0}, middles = {a->centroids, count, width, width, NULL, 0};
     int64_t cols = round_up(count, COLS);
     float *panels = allocate(cols * width), *bounds = allocate(cols);
     int failed = !panels || !bounds;
     if (!failed) {
-        for (int64_t j = 0; j < cols; j++) bounds[j] = j < count ? norms[j] : INFINITY; /* padding is never nearest */
-#pragma omp parallel num_threads(threads)
+        for (int64_t j = 0; j < cols; j++) bounds[j] = j < count ? a->norms[j] : INFINITY; /* padding is never nearest */
+#pragma omp parallel num_threads((int)a->threads)
         {
             float *rows = allocate(TOKEN_ROWS * width), *values = allocate(TOKEN_ROWS * VL);
             int32_t *places = (int32_t *)allocate(TOKEN_ROWS * VL);
@@ -347,7 +364,7 @@ int heart_nearest(const float *x, int64_t n, int64_t width, int64_t stride, cons
                 for (int64_t start = 0; start < n; start += TOKEN_ROWS) {
                     int64_t part = n - start < TOKEN_ROWS ? n - start : TOKEN_ROWS;
                     for (int64_t i = 0; i < part; i += ROWS) pack_queries(&from, start + i, 1, rows + i * width);
-                    nearest(rows, panels, bounds, count, width, part, values, places, labels + start);
+                    nearest(rows, panels, bounds, count, width, part, values, places, a->labels + start);
                 }
             }
             free(rows);
@@ -360,18 +377,27 @@ int heart_nearest(const float *x, int64_t n, int64_t width, int64_t stride, cons
     return failed;
 }
 
-/* Sums [count][width] and sizes [count] of the tokens of each label, added up in their order as PyTorch does. */
-int heart_cluster_sums(const float *x, int64_t n, int64_t width, int64_t stride, const int64_t *labels, int64_t count,
-                       float *sums, int64_t *sizes) {
-    memset(sums, 0, (size_t)(count * width) * 4);
-    memset(sizes, 0, (size_t)count * 8);
-    for (int64_t t = 0; t < n; t++) {
-        const float *one = x + t * stride;
-        float *to = sums + labels[t] * width;
+struct heart_sums {
+    const float *x; /* [n][width], rows `stride` apart */
+    int64_t n, width, stride;
+    const int64_t *labels; /* [n] */
+    int64_t count;
+    float *sums;    /* [count][width] */
+    int64_t *sizes; /* [count] */
+};
+
+/* Sums and sizes of the tokens of each label, added up in their order as PyTorch does. Returns 0. */
+int heart_cluster_sums(const struct heart_sums *a) {
+    int64_t width = a->width;
+    memset(a->sums, 0, (size_t)(a->count * width) * 4);
+    memset(a->sizes, 0, (size_t)a->count * 8);
+    for (int64_t t = 0; t < a->n; t++) {
+        const float *one = a->x + t * a->stride;
+        float *to = a->sums + a->labels[t] * width;
         int64_t d = 0;
         for (; d + VL <= width; d += VL) store(to + d, load(to + d) + load(one + d));
         for (; d < width; d++) to[d] += one[d];
-        sizes[labels[t]]++;
+        a->sizes[a->labels[t]]++;
     }
     return 0;
 }
@@ -394,13 +420,21 @@ INLINE void add_tokens(const tokens *x, int64_t from, int64_t to, float *sums) {
     }
 }
 
-/* Means over the tokens of each head: x[h] points to n tokens, out [heads][width]. Returns 0, or 1 without memory. */
-int heart_token_means(int64_t heads, const void *const *x, int bf16, int64_t n, int64_t width, int64_t stride,
-                      float *out, int threads) {
+struct heart_means {
+    int64_t heads;
+    const void *const *x; /* of each head: n tokens, `stride` apart */
+    int64_t n, width, stride;
+    float *out; /* [heads][width] */
+    int64_t bf16, threads;
+};
+
+/* Means over the tokens of each head. Returns 0, or 1 without memory. */
+int heart_token_means(const struct heart_means *a) {
+    int64_t n = a->n, width = a->width;
     int failed = 0;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t h = 0; h < heads; h++) {
-        tokens head = {x[h], n, width, stride, NULL, bf16};
+#pragma omp parallel for num_threads((int)a->threads) schedule(dynamic)
+    for (int64_t h = 0; h < a->heads; h++) {
+        tokens head = {a->x[h], n, width, a->stride, NULL, (int)a->bf16};
         float *sums = allocate(width);
         double *total = (double *)allocate(2 * width);
         if (sums && total) {
@@ -410,7 +444,7 @@ int heart_token_means(int64_t heads, const void *const *x, int bf16, int64_t n, 
                 add_tokens(&head, from, from + SUM_TOKENS < n ? from + SUM_TOKENS : n, sums);
                 for (int64_t d = 0; d < width; d++) total[d] += sums[d];
             }
-            for (int64_t d = 0; d < width; d++) out[h * width + d] = (float)(total[d] / (double)n);
+            for (int64_t d = 0; d < width; d++) a->out[h * width + d] = (float)(total[d] / (double)n);
         } else {
 #pragma omp atomic write
             failed = 1;

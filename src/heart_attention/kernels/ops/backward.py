@@ -18,27 +18,10 @@ from torch import Tensor
 from ...errors import HeartError
 from ..plan import Plan, make_plan
 from . import build
+from .chooser import Op, Way
 from .group_means import group_means, log_sizes
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
-
-
-def attention_backward(
-    mask: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    grads: Sequence[Tensor],
-    scale: float | None = None,
-    rest: str = "drop",
-) -> list[Gradients]:
-    """(dq, dk, dv) for each cotangent in `grads`, all [1, H, N, D]; `out` is the attention's output.
-
-    The softmax is recomputed over the kept keys and the means only.
-    """
-    by = c_attention_backward if serves(mask, q) else torch_attention_backward
-    return by(mask, q, k, v, out, grads, scale, rest)
 
 
 # ---- PyTorch ----
@@ -54,9 +37,10 @@ def torch_attention_backward(
     scale: float | None = None,
     rest: str = "drop",
 ) -> list[Gradients]:
-    """`attention_backward` in plain PyTorch: the definition.
+    """(dq, dk, dv) for each cotangent in `grads`, all [1, H, N, D], in plain PyTorch: the definition.
 
-    All cotangents are taken together, so that each row's probabilities are computed once.
+    `out` is the attention's output. The softmax is recomputed over the kept keys and the means only. All cotangents are
+    taken together, so that each row's probabilities are computed once.
     """
     plan = make_plan(mask, rest=rest)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -136,7 +120,7 @@ def serves(mask: Any, q: Tensor) -> bool:
     return not reasons_not(mask, q)
 
 
-def reasons_not(mask: Any = None, q: Tensor | None = None) -> list[str]:
+def reasons_not(mask: Any = None, q: Tensor | None = None, *more: object, **options: object) -> list[str]:
     """Why the C code cannot serve here, or not for this call; empty if it can."""
     reasons = build.reasons_not()
     if q is not None and q.device.type != "cpu":
@@ -237,3 +221,9 @@ def _call(plan: Plan, arrays: dict[str, Tensor], scale: float) -> None:
     )  # fmt: skip
     if failed:
         raise HeartError("there is not enough memory for the backward pass: free some, or use a shorter sequence")
+
+
+# (dq, dk, dv) for each of the cotangents `grads`, all [1, H, N, D], by what serves; `out` is the attention's output.
+attention_backward = Op(
+    "attention backward", Way("c", c_attention_backward, reasons_not), Way("torch", torch_attention_backward)
+)

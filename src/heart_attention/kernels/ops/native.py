@@ -1,51 +1,39 @@
-"""The C code for prediction on a CPU: block scores, nearest centroids, token means. PyTorch serves where it cannot.
-
-`serves` says whether it can; callers keep their own PyTorch path, which is the definition.
-"""
+"""The C code for prediction on a CPU (predict.c): block scores, nearest centroids, sums and means."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
+import struct
 
 import torch
 from torch import Tensor
 
 from ...errors import HeartError
-from .build import BuildError, load
+from . import build
 
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_SIGNATURES = {
-    "heart_block_scores": [_LONG, *[_POINTER] * 3, _INT, *[_LONG] * 5, _POINTER, *[_LONG] * 4, _INT],
-    "heart_token_means": [_LONG, _POINTER, _INT, *[_LONG] * 3, _POINTER, _INT],
-    "heart_cluster_sums": [_POINTER, *[_LONG] * 3, _POINTER, _LONG, _POINTER, _POINTER],
-    "heart_nearest": [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _LONG, _POINTER, _INT],
-}
+# The structs of predict.c.
+_SCORES = struct.Struct("16q")
+_NEAREST = struct.Struct("9q")
+_SUMS = struct.Struct("8q")
+_MEANS = struct.Struct("8q")
 
 
-def _library() -> ctypes.CDLL | None:
-    try:
-        return _declared(load())
-    except BuildError:
-        return None  # `heart info` says why
-
-
-@functools.lru_cache(maxsize=4)
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, _INT
-    return library
+def reasons_not(*tensors: Tensor) -> list[str]:
+    """Why the C code cannot read these tensors: on the CPU, all fp32 or all bf16, rows contiguous; empty if it can."""
+    reasons = build.reasons_not()
+    for x in tensors:
+        if x.device.type != "cpu":
+            reasons.append(f"the tensors are on {x.device}, not on the CPU")
+        if x.dtype not in (torch.float32, torch.bfloat16) or x.dtype != tensors[0].dtype:
+            reasons.append(f"it takes float32 or bfloat16, all alike, not {str(x.dtype).removeprefix('torch.')}")
+        if x.stride(-1) != 1:
+            reasons.append("the numbers of a token do not lie side by side")
+    return list(dict.fromkeys(reasons))
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the C code can read these tensors: on the CPU, all fp32 or all bf16, rows contiguous."""
-    first = tensors[0].dtype
-    return (
-        first in (torch.float32, torch.bfloat16)
-        and all(x.device.type == "cpu" and x.dtype == first and x.stride(-1) == 1 for x in tensors)
-        and _library() is not None
-    )
+    """Whether the C code can read these tensors."""
+    return not reasons_not(*tensors)
 
 
 def block_scores(
@@ -56,16 +44,12 @@ def block_scores(
     `visible` groups of keys take part in the softmax; those after the last token have logit 0.
     """
     order = None if order is None else order.to(torch.int64).contiguous()
-    arguments = (
-        (len(q), *map(_pointers, (q, k, out)), int(q[0].dtype == torch.bfloat16))
-        + (q[0].shape[0], k[0].shape[0], q[0].shape[1], q[0].stride(0), k[0].stride(0))
-        + (None if order is None else order.data_ptr(), stride, per_block, out[0].shape[1], visible)
-    )
-    _check(_library().heart_block_scores(*arguments, torch.get_num_threads()))  # type: ignore[union-attr]
-
-
-def _pointers(tensors: list[Tensor]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+    tables = [_pointers(x) for x in (q, k, out)]
+    _call(
+        "heart_block_scores", _SCORES, len(q), *map(ctypes.addressof, tables), q[0].shape[0], k[0].shape[0],
+        q[0].shape[1], q[0].stride(0), k[0].stride(0), 0 if order is None else order.data_ptr(), stride, per_block,
+        out[0].shape[1], visible, q[0].dtype == torch.bfloat16, build.threads(),
+    )  # fmt: skip
 
 
 def nearest(x: Tensor, centroids: Tensor) -> Tensor:
@@ -73,19 +57,20 @@ def nearest(x: Tensor, centroids: Tensor) -> Tensor:
     centroids = centroids.contiguous()
     norms = centroids.square().sum(-1)
     labels = torch.empty(x.shape[0], dtype=torch.int64)
-    arguments = (
-        (x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), centroids.data_ptr(), norms.data_ptr())
-        + (centroids.shape[0], labels.data_ptr(), torch.get_num_threads())
+    _call(
+        "heart_nearest", _NEAREST, x.data_ptr(), *x.shape, x.stride(0), centroids.data_ptr(), norms.data_ptr(),
+        centroids.shape[0], labels.data_ptr(), build.threads(),
     )  # fmt: skip
-    _check(_library().heart_nearest(*arguments))  # type: ignore[union-attr]
     return labels
 
 
 def cluster_sums(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Sums [C, D] and sizes int64 [C] of the tokens with each label: fp32 [N, D], int64 [N]."""
     sums, sizes = torch.empty(count, x.shape[1]), torch.empty(count, dtype=torch.int64)
-    arguments = (x.data_ptr(), *x.shape, x.stride(0), labels.data_ptr(), count, sums.data_ptr(), sizes.data_ptr())
-    _check(_library().heart_cluster_sums(*arguments))  # type: ignore[union-attr]
+    _call(
+        "heart_cluster_sums", _SUMS, x.data_ptr(), *x.shape, x.stride(0), labels.data_ptr(), count, sums.data_ptr(),
+        sizes.data_ptr(),
+    )  # fmt: skip
     return sums, sizes
 
 
@@ -93,11 +78,18 @@ def token_means(x: Tensor) -> Tensor:
     """Means over tokens, fp32: x [B, H, N, D] -> [B, H, D]."""
     out = torch.empty(x.shape[0], x.shape[1], x.shape[3], dtype=torch.float32)
     heads = [head for item in x for head in item]
-    arguments = (len(heads), _pointers(heads), int(x.dtype == torch.bfloat16), x.shape[2], x.shape[3], x.stride(2))
-    _check(_library().heart_token_means(*arguments, out.data_ptr(), torch.get_num_threads()))  # type: ignore[union-attr]
+    table = _pointers(heads)
+    _call(
+        "heart_token_means", _MEANS, len(heads), ctypes.addressof(table), x.shape[2], x.shape[3], x.stride(2),
+        out.data_ptr(), x.dtype == torch.bfloat16, build.threads(),
+    )  # fmt: skip
     return out
 
 
-def _check(code: int) -> None:
-    if code:
+def _pointers(tensors: list[Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+
+
+def _call(name: str, form: struct.Struct, *arguments: int) -> None:
+    if build.call(name, form, *arguments):
         raise HeartError("there is not enough memory to predict the mask: free some, or use a shorter sequence")

@@ -1,13 +1,12 @@
 """Prediction on a GPU: XAttention block scores, k-means and token means as Triton kernels.
 
-Backbones ask `reasons_not` first and fall back to their PyTorch form, saying why (`serves`). The interpreter
-(`TRITON_INTERPRET=1`) runs the same kernels on CPU tensors. Nothing here is random or depends on the order in
+They are the Triton ways of the operations in this folder. The interpreter (`TRITON_INTERPRET=1`) runs the same kernels
+on CPU tensors. Nothing here is random or depends on the order in
 which a GPU happens to finish: no atomics on floating-point numbers.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ from torch import Tensor
 from ..plan import Plan
 from ..triton_attention import DTYPES, HEAD_SIZE_LIMIT, KERNEL, LOG2E, interpreted, launch_options
 
-log = logging.getLogger(__name__)
-
 SCORE_BYTES = 64 << 20  # workspace of XAttention scoring: heads go in turn once it is used up
 SCORE_TILE = (64, 128)  # query and key groups of one program
 ASSIGN_TILE = (64, 64)  # tokens and centroids
@@ -26,8 +23,6 @@ SUM_ROWS = 32  # tokens a program adds up at a time
 POOL_SPAN = 2048  # tokens one program adds up
 TOLERANCE = 1e-4  # k-means of a head stops once no centroid moves further (SEMANTICS, as in backbones/kmeans.py)
 CHECK_EVERY = 8  # iterations between asking the device whether all heads have stopped
-
-_told: set[str] = set()
 
 
 class HeadClusters(NamedTuple):
@@ -44,18 +39,11 @@ def reasons_not(x: Tensor) -> list[str]:
     return KERNEL.reasons_not(None, x)
 
 
-def serves(x: Tensor, what: str, *more: str) -> bool:
-    """Whether a GPU tensor can be handed to these kernels; a refusal is logged once with its reasons.
-
-    On the CPU the answer is no, without a word: the CPU has predictors of its own.
-    """
-    if not x.is_cuda:
-        return False
-    reasons = reasons_not(x) + list(more)
-    if reasons and (message := f"{what} runs in PyTorch on {x.device}: {'; '.join(reasons)}") not in _told:
-        _told.add(message)
-        log.warning(message)
-    return not reasons
+def op_reasons(x: Tensor | None = None) -> list[str]:
+    """Why these kernels do not serve as a way of an operation: only for a GPU's tensors, though the interpreter could."""
+    if x is not None and not x.is_cuda:
+        return [f"it runs on a GPU and the tensors are on {x.device.type}"]
+    return KERNEL.reasons_not(None, x if x is None or x.ndim == 4 else x[None, None])
 
 
 def _precision(x: Tensor) -> str:
@@ -273,13 +261,7 @@ def pooled_means(x: Tensor) -> Tensor:
     return (sums.sum(1) / n).view(batch, heads, d)
 
 
-def pooled_drift(q: Tensor, k: Tensor, q_anchor: Tensor, k_anchor: Tensor) -> Tensor:
-    """‖q̄ − q̄ₐ‖₁ + ‖k̄ − k̄ₐ‖₁ of every head (the paper's mean-pooled drift), fp32 [B, H]; anchors [B, H, D]."""
-    moved = (pooled_means(q) - q_anchor.float()).abs().sum(-1)
-    return moved + (pooled_means(k) - k_anchor.float()).abs().sum(-1)
-
-
 __all__ = [
     "DTYPES", "HEAD_SIZE_LIMIT", "HeadClusters", "interpreted", "kmeans", "kmeans_assign", "kmeans_update",
-    "pooled_drift", "pooled_means", "reasons_not", "score_reasons", "serves", "xattention_scores",
+    "op_reasons", "pooled_means", "reasons_not", "score_reasons", "xattention_scores",
 ]  # fmt: skip
