@@ -437,3 +437,36 @@ def test_a_pipeline_that_goes_away_is_not_kept():
     assert ref() is None
     tiny.run(model, tiny.wan_inputs())
     attachment.detach()
+
+
+def test_two_generations_in_turns_on_one_transformer():
+    """Attachments that pause and resume between forwards: each generation is as if it had the model alone."""
+    model, config = (
+        tiny.wan(),
+        heart.HeartConfig(heart.XAttention(stride=4, block=8), 0.7, dense_steps=1, force_sparse=True),
+    )
+    settings = [config, config.replace(thresholds=0.95, reuse=heart.Always())]
+    alone = []
+    for one in settings:
+        with heart.enabled(model, one):
+            alone.append((generate(model), heart.stats(model).to_dict()["density"]))
+    lanes: list = [[], []]
+    attached: list = [None, None]
+    for step in range(STEPS):
+        for i, one in enumerate(settings):
+            if attached[i] is None:
+                heart.enable(model, one)
+                attached[i] = attachment_of(model)
+            else:
+                attached[i].resume()
+            for name in ("cond", "uncond"):
+                with model.cache_context(name, step_index=step):
+                    lanes[i].append(tiny.run(model, tiny.wan_inputs(900.0 - 100 * step, seed=step)))
+            assert attachment_of(model) is attached[i]
+            attached[i].pause()
+            assert attachment_of(model) is None
+    for i, (outputs, density) in enumerate(alone):
+        assert torch.equal(torch.stack(lanes[i]), outputs)
+        attached[i].resume()
+        assert heart.stats(model)["density"] == density
+        heart.disable(model)

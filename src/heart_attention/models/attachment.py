@@ -242,6 +242,11 @@ class Attachment:
 
     def detach(self) -> None:
         """Leave the transformer as it would be without HEART. Detaching twice does nothing."""
+        self.pause()
+        self._layers = []
+
+    def pause(self) -> None:
+        """Leave the transformer for a while: `resume` goes on with the same layers, clock and handler."""
         transformer = self._transformer()
         if transformer is None or attachment_of(transformer) is not self:
             return
@@ -253,10 +258,15 @@ class Attachment:
         if self.handler.reset in self.clock.listeners:
             self.clock.listeners.remove(self.handler.reset)
 
+    def resume(self) -> None:
+        """Come back after `pause`."""
+        for layer in self._layers:
+            layer.attachment = self
+        self._enter()
+
     def _remove_layers(self) -> None:
         for layer in self._layers:
             layer.remove()
-        self._layers = []
 
 
 def attach(
