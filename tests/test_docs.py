@@ -77,7 +77,7 @@ def test_the_site_knows_every_page():
     assert listed == {p.name for p in (ROOT / "docs").glob("*.md")}
 
 
-def test_every_error_sentence_is_in_the_troubleshooting_page():
+def test_every_error_sentence_is_in_the_table_of_errors():
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("error_table", ROOT / "tools" / "error_table.py")

@@ -1,4 +1,4 @@
-"""Writes the table of docs/troubleshooting.md: every error sentence in the source, with what to do about it.
+"""Writes the table of docs/errors.md: every error sentence in the source, with what to do about it.
 
 python tools/error_table.py            rewrite the table
 python tools/error_table.py --check    exit 1 if it is not up to date
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "errors.md"
 START = "<!-- errors: made by tools/error_table.py -->"
 
 
