@@ -39,7 +39,7 @@ from heart_attention.calibration.workflow.settings import CANDIDATES, PAPER_CAND
 from heart_attention.calibration.workflow.store import Store
 from heart_attention.calibration.workflow.tasks import CalibrationWorker
 from heart_attention.config import preset
-from heart_attention.evaluation import methods, pipelines, run
+from heart_attention.evaluation import methods, pipelines, run, tables
 from heart_attention.evaluation.studies.common import spearman
 from heart_attention.execution.executor import LocalExecutor
 from heart_attention.online import reuse
@@ -215,7 +215,7 @@ def _row(settings: Any, contexts: Any, runner: Any, choice: Any, base: dict[str,
     ratios = np.array(made["held_out"]["errors"]) / np.array(base["held_out"]["errors"])
     return {
         "held_out_vs_shared": made["held_out"]["error"] / base["held_out"]["error"],
-        "mean_of_ratios": run.interval(ratios),
+        "mean_of_ratios": tables.interval(ratios),
         "calibration_vs_shared": made["calibration"]["error"] / base["calibration"]["error"],
         "sparsity": made["held_out"]["sparsity"],
         "thresholds": [[settings.taus[c] for c in row] for row in choice],
@@ -241,7 +241,7 @@ def videos(pipe: Any, args: argparse.Namespace, rows: dict[str, Any]) -> dict[st
     call = dict(settings_of(pipe, args).call)
     base = preset(args.backbone, pipe).replace(reuse=reuse.Always(), force_sparse=True)
     chosen = [
-        run.Method(label.replace(" ", "_").replace("'", ""), base.replace(thresholds=row["thresholds"]))
+        methods.Method(label.replace(" ", "_").replace("'", ""), base.replace(thresholds=row["thresholds"]))
         for label, row in rows.items()
     ]
     setting = run.Setting("tiny", call, ("psnr",))
@@ -254,9 +254,9 @@ def videos(pipe: Any, args: argparse.Namespace, rows: dict[str, Any]) -> dict[st
     for method in chosen:
         rows_of = [r for r in results["rows"] if r["method"] == method.name]
         found[method.name.replace("_", " ")] = {
-            "psnr": run.interval([r["psnr"] for r in rows_of]),
-            "gain_db": run.difference(results, method.name, "shared"),
-            "below_joint_db": run.difference(results, chosen[-1].name, method.name),
+            "psnr": tables.interval([r["psnr"] for r in rows_of]),
+            "gain_db": tables.difference(results, method.name, "shared"),
+            "below_joint_db": tables.difference(results, chosen[-1].name, method.name),
             "density": float(np.mean([r["density"] for r in rows_of])),
         }
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 
 import numpy as np
@@ -106,34 +105,3 @@ def test_every_setting_with_an_option_is_on_the_command_line(capsys):
         heart("calibrate", "--help")
     told = capsys.readouterr().out
     assert all("--" + name.replace("_", "-") in told for name in settings.options())
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.4, "1:05"), (3723, "1:02:03")])
-def test_clock(seconds, text):
-    assert calibrate.clock(seconds) == text
-
-
-def test_progress_off_a_terminal_is_a_few_lines():
-    lines = io.StringIO()
-    progress = calibrate.Progress(lines)
-    for done in range(101):
-        progress("probes", done, 100, 100.0 - done)
-    progress("verifying", 2, 2, 0.0)
-    progress.close()
-    told = lines.getvalue().splitlines()
-    assert told[0] == "probes: 0/100, 0%, 1:40 left" and told[10] == "probes: 100/100, 100%"
-    assert told[11:] == ["verifying: 2/2, 100%"]
-
-
-def test_progress_on_a_terminal_is_a_bar():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    screen = Terminal()
-    progress = calibrate.Progress(screen)
-    progress("probes", 0, 4, None)
-    progress("probes", 3, 4, 61.0)
-    progress("verifying", 1, 1, 0.0)
-    progress.close()
-    assert "3/4" in screen.getvalue() and "1:01 left" in screen.getvalue() and "verifying" in screen.getvalue()

@@ -30,14 +30,14 @@ def test_wrong_usage_is_2(words, capsys):
 
 @pytest.mark.parametrize("words, sentence", [
     (["report", "/nowhere"], "there is no file"),
-    (["generate", "--prompt", "x", "--out", "a.avi"], "ends in .mp4"),
+    (["generate", "--prompt", "x", "--out", "a.avi"], "ends in .mp4, .gif, .webp"),
     (["generate", "--prompt", "x", "--model", "nonsense"], "there is no model"),
     (["generate", "--prompt", "x", "--size", "big"], "WIDTHxHEIGHT"),
     (["generate", "--prompt", "x", "--steps", "0"], "must be 1 or more"),
     (["compare", "--metrics", "fid"], "unknown metric"),
     (["compare", "--prompts", "/nowhere.txt"], "no prompts file"),
     (["fetch-weights", "lpips", "--file", "/nowhere"], "no archive"),
-    (["generate", "--prompt", "x", "--device", "abacus"], "--debug"),
+    (["generate", "--prompt", "x", "--device", "abacus"], "use cpu, cuda"),
 ])  # fmt: skip
 def test_failures_are_one_sentence_and_1(words, sentence, capsys):
     assert main.main(words) == 1

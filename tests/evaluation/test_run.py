@@ -1,12 +1,14 @@
-"""Comparisons: rows, resuming, tables, confidence intervals."""
+"""Comparisons: rows, turns, resuming, damaged records, metrics that are asked for later."""
 
 import json
-import math
 
+import numpy as np
 import pytest
 
 from heart_attention import HeartError
-from heart_attention.evaluation import methods, run
+from heart_attention.evaluation import methods, results, run, video
+
+PROMPT = "a red circle moves right on a blue background"
 
 
 @pytest.fixture(scope="module")
@@ -16,55 +18,96 @@ def finished(tiny_pipe, small_call, tmp_path_factory):
     names = ("dense", "xattention", "xattention+tmr")
     chosen = [methods.build(n, tiny_pipe, "tiny", **({} if n == "dense" else {"force_sparse": True})) for n in names]
     setting = run.Setting("tiny", small_call)
-    results = run.run(tiny_pipe, chosen, ["a red circle moves right on a blue background"], [0], setting, out)
-    return out, chosen, setting, results
+    return out, chosen, setting, run.run(tiny_pipe, chosen, [PROMPT], [0], setting, out)
 
 
 def test_results_follow_the_schema(finished):
-    out, _, _, results = finished
-    stored = run.load_results(out)
-    assert stored == json.loads(json.dumps(results))
+    out, _, _, made = finished
+    stored = results.load(out)
+    assert stored == json.loads(json.dumps(made))
     assert [r["method"] for r in stored["rows"]] == ["dense", "xattention", "xattention+tmr"]
-    keys = {"method", "prompt", "seed", "attention_s", "total_s", "density", "refresh_rate", "psnr", "ssim"}
+    keys = {
+        "method",
+        "prompt",
+        "seed",
+        "attention_s",
+        "total_s",
+        "density",
+        "refresh_rate",
+        "dense_share",
+        "psnr",
+        "ssim",
+    }
     for row in stored["rows"]:
         assert keys <= set(row) and 0 < row["attention_s"] <= row["total_s"]
-        assert (out / row["video"]).is_file() and (out / row["lossless"]).is_file()
+        assert all((out / row[k]).is_file() for k in ("video", "lossless", "strip", "stats"))
+        assert row["reference_s"]["total_s"] == stored["rows"][0]["total_s"] and len(row["steps_s"]) == 7
     dense, sparse, reused = stored["rows"]
     assert dense["psnr"] is None and sparse["psnr"] > 15 and 0 < sparse["density"] < 1
-    assert sparse["refresh_rate"] == 1.0 and reused["refresh_rate"] < 1.0
+    assert sparse["refresh_rate"] == 1.0 and reused["refresh_rate"] < 1.0 and sparse["dense_share"] == 0
+
+
+def test_turns_change_nothing_but_times(finished, tiny_pipe):
+    out, chosen, setting, made = finished
+    assert made["provenance"]["in_turns"]
+    before = tiny_pipe.scheduler
+    frames, row = run.generate(tiny_pipe, chosen[2], PROMPT, 0, setting)
+    assert (frames == video.read(out / made["rows"][2]["lossless"])).all()
+    same = ("density", "dense_share", "refresh_rate", "dense_reasons")
+    assert [row[k] for k in same] == [made["rows"][2][k] for k in same]
+    assert tiny_pipe.scheduler is before and not tiny_pipe.transformer._forward_hooks
 
 
 def test_a_second_run_generates_nothing(finished, tiny_pipe, monkeypatch):
-    out, chosen, setting, results = finished
+    out, chosen, setting, made = finished
     monkeypatch.setattr(run, "generate", lambda *a, **k: pytest.fail("generated again"))
-    again = run.run(tiny_pipe, chosen, [results["rows"][0]["prompt"]], [0], setting, out)
-    assert again["rows"] == results["rows"]
-    assert "every record was there already" in run.overhead_line(again)
+    again = run.run(tiny_pipe, chosen, [PROMPT], [0], setting, out)
+    assert again["rows"] == made["rows"] and "overhead" not in again["provenance"]
 
 
-def test_the_overhead_is_told(finished):
-    *_, results = finished
-    share = results["provenance"]["overhead"]
-    assert share > 0
-    assert run.overhead_line(results).startswith(f"overhead {share:.1%} of the generations")
+def test_a_metric_asked_for_later_comes_from_the_stored_videos(finished, tiny_pipe, monkeypatch):
+    out, chosen, setting, made = finished
+    monkeypatch.setattr(run, "generate", lambda *a, **k: pytest.fail("generated again"))
+    more = run.Setting("tiny", setting.call, ("psnr", "psnr_pooled"))
+    again = run.run(tiny_pipe, chosen, [PROMPT], [0], more, out)
+    frames = [video.read(out / made["rows"][i]["lossless"]) for i in (1, 0)]
+    from heart_attention.evaluation.metrics import psnr_pooled
+
+    assert again["rows"][1]["psnr_pooled"] == pytest.approx(psnr_pooled(*frames))
+    assert set(again["conventions"]) == {"psnr", "psnr_pooled"} and again["rows"][0]["psnr_pooled"] is None
 
 
-def test_a_lost_video_is_made_again(finished, tiny_pipe):
-    out, chosen, setting, results = finished
-    (out / results["rows"][1]["video"]).unlink()
-    again = run.run(tiny_pipe, chosen, [results["rows"][0]["prompt"]], [0], setting, out, warm=False)
-    assert again["rows"][1]["psnr"] == pytest.approx(results["rows"][1]["psnr"])
-    assert (out / again["rows"][1]["video"]).is_file()
+@pytest.mark.parametrize("damage", ["gone", "cut", "record"])
+def test_what_is_damaged_is_made_anew(finished, tiny_pipe, damage):
+    out, chosen, setting, made = finished
+    row = made["rows"][1]
+    if damage == "gone":
+        (out / row["video"]).unlink()
+    elif damage == "cut":
+        (out / row["lossless"]).write_bytes((out / row["lossless"]).read_bytes()[:500])
+    else:
+        next((out / "records").glob("xattention-*.json")).write_text('{"method": "xatt')
+    again = run.run(tiny_pipe, chosen[:2], [PROMPT], [0], setting, out, warm=False)
+    assert again["rows"][1]["psnr"] == pytest.approx(row["psnr"])
+    assert again["rows"][0]["attention_s"] == made["rows"][0]["attention_s"]  # dense ran along for its time only
+    assert len(video.read(out / again["rows"][1]["lossless"])) == setting.call["num_frames"]
 
 
-def test_tables_have_all_methods(finished):
-    out, _, _, results = finished
-    summary = run.write_tables(results, out)
-    text = run.text_table(summary)
-    for name in ("dense", "xattention", "xattention+tmr"):
-        assert name in text and name in (out / "table.md").read_text() and name in (out / "table.csv").read_text()
-    assert "Gaussian window" in (out / "table.md").read_text()
-    assert summary[0]["attention_speedup"] == pytest.approx(1.0)
+def test_what_changes_a_generation_changes_its_record(finished, tiny_pipe):
+    _, chosen, setting, _ = finished
+    weights = run.fingerprint(tiny_pipe)
+    name = lambda m=chosen[1], p=PROMPT, s=0, t=setting, w=weights: run._identity(m, p, s, t, w)  # noqa: E731
+    other = run.Setting("tiny", {**setting.call, "guidance_scale": 3.0})
+    ways = [
+        name(m=chosen[2]),
+        name(p="x"),
+        name(s=1),
+        name(t=other),
+        name(w=[]),
+        name(t=run.Setting("tiny", setting.call, fps=9)),
+    ]
+    assert len({name(), *ways}) == 7
+    assert name(t=run.Setting("tiny", setting.call, ("vmaf",))) == name()  # metrics are added to a record
 
 
 def test_dense_must_come_first(tiny_pipe, small_call, tmp_path):
@@ -73,51 +116,11 @@ def test_dense_must_come_first(tiny_pipe, small_call, tmp_path):
         run.run(tiny_pipe, chosen, ["x"], [0], run.Setting("tiny", small_call), tmp_path)
 
 
-def row(method, prompt, attention, psnr=None):
-    return {"method": method, "prompt": prompt, "seed": 0, "attention_s": attention, "total_s": 2 * attention,
-            "density": 0.5, "refresh_rate": 1.0, "psnr": psnr, "parts_s": {"attention": attention}}  # fmt: skip
-
-
-def test_differences_are_taken_prompt_by_prompt():
-    rows = [
-        {"method": m, "prompt": p, "seed": 0, "psnr": v}
-        for m, values in {"a": (30.0, 20.0, None), "b": (29.0, 18.0, 5.0)}.items()
-        for p, v in zip("xyz", values)
-    ]
-    mean, half = run.difference({"rows": rows}, "a", "b")
-    assert mean == pytest.approx(1.5) and half == pytest.approx(12.706 * 0.5, rel=1e-3)  # t of one degree of freedom
-    assert run.difference({"rows": rows}, "b", "a")[0] == pytest.approx(-1.5)
-
-
-def test_speedup_is_paired_and_geometric():
-    rows = [row("dense", "a", 4.0), row("dense", "b", 9.0), row("m", "a", 2.0, 30.0), row("m", "b", 3.0, 32.0)]
-    entry = run.summarise({"rows": rows, "conventions": {"psnr": ""}})[1]
-    assert entry["attention_speedup"] == pytest.approx(math.sqrt(2 * 3))
-    low, high = entry["attention_speedup_ci"]
-    assert low < entry["attention_speedup"] < high and entry["psnr"] == 31.0
-
-
-def test_what_reuse_took_off_is_said_in_a_line():
-    parts = {"xattention": {"prediction": 3.0, "planning": 1.0}, "xattention+tmr": {"prediction": 0.9, "planning": 0.1}}
-    rows = [row("dense", "a", 9.0)]
-    rows += [{**row(m, "a", 5.0 if "+" in m else 6.0, 30.0), "parts_s": p} for m, p in parts.items()]
-    results = {"rows": rows, "conventions": {"psnr": ""}}
-    expected = "xattention+tmr against xattention: prediction and planning -75%, attention 1.20×, PSNR +0.00 dB"
-    assert run.reuse_lines(results) == [expected]
-    assert run.reuse_lines({**results, "rows": rows[:2]}) == []
-
-
-@pytest.mark.parametrize("content, sentence", [("{}", "schema"), ("[1", "not valid JSON")])
-def test_a_bad_results_file_is_refused(tmp_path, content, sentence):
-    (tmp_path / "results.json").write_text(content)
-    with pytest.raises(HeartError, match=sentence):
-        run.load_results(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["flash", "xattention+magic", "dense+tmr"])
-def test_unknown_methods_are_refused(tiny_pipe, name):
-    with pytest.raises(HeartError, match="unknown method"):
-        methods.build(name, tiny_pipe, "tiny")
+def test_calls_that_ran_dense_count_as_density_one(tiny_pipe):
+    config = methods.build("xattention", tiny_pipe, "tiny").config.replace(dense_steps=1)
+    record = {"steps": [0, 1, 2], "dense": [[True, True, False]], "density": [[[1.0, 1.0], [1.0, 1.0], [0.2, 0.4]]]}
+    share, density = run.sparse_phase({"records": [record]}, config)
+    assert share == 0.5 and density == pytest.approx((1 + 1 + 0.2 + 0.4) / 4)
 
 
 def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):
@@ -128,3 +131,11 @@ def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):
         log.warning("not heard")
     log.warning("heard")
     assert [r.message for r in caplog.records] == ["heard"]
+
+
+def test_a_strip_has_a_row_a_method(tmp_path):
+    from PIL import Image
+
+    clips = [(name, np.full((5, 16, 24, 3), i * 60, np.uint8)) for i, name in enumerate(("dense", "other"))]
+    picture = np.asarray(Image.open(video.strip(clips, tmp_path / "s.png", columns=3)))
+    assert picture.shape[0] > 2 * 100 and (picture[picture.shape[0] - 20, -10] == 60).all()

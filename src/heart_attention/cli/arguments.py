@@ -1,11 +1,30 @@
-"""Arguments that several commands have in common, written once."""
+"""Arguments that several commands have in common, written once, and checks that come before anything is loaded."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..errors import HeartError
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help that ends with the default, where there is one and the text does not tell it already."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        silent = action.default in (None, False, argparse.SUPPRESS) or action.required or "default" in text
+        return text if silent or not action.option_strings else f"{text} (default %(default)s)".strip()
+
+
+def add_command(commands: Any, name: str, summary: str, func: Callable, more: str = "") -> argparse.ArgumentParser:
+    """A command with a description; `summary` also stands in the list of commands."""
+    text = summary[0].upper() + summary[1:] + "." + (f" {more}" if more else "")
+    parser = commands.add_parser(name, help=summary, description=text, formatter_class=HelpFormatter)
+    parser.set_defaults(func=func)
+    return parser
 
 
 def add_model(parser: Any) -> None:
@@ -13,17 +32,47 @@ def add_model(parser: Any) -> None:
     parser.add_argument("--model", default="tiny", help="embedded model (tiny, the default), a folder, or a hub id")
 
 
+def add_backbone(parser: Any) -> None:
+    """Which backbone: any that is registered."""
+    from ..backbones import BACKBONES
+
+    parser.add_argument("--backbone", default="xattention", choices=list(BACKBONES), help="what predicts masks")
+
+
 def add_size(parser: Any) -> None:
     """Steps, size and frames of a generation."""
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--size", help="WIDTHxHEIGHT")
-    parser.add_argument("--frames", type=int)
+    parser.add_argument("--steps", type=int, help="denoising steps (default: the model's own)")
+    parser.add_argument("--size", help="WIDTHxHEIGHT in pixels (default: the model's own)")
+    parser.add_argument("--frames", type=int, help="frames of a video (default: the model's own)")
 
 
 def add_device(parser: Any) -> None:
     """Where and in what precision it runs."""
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16")
-    parser.add_argument("--device")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+
+
+def add_json(parser: Any, what: str = "the result") -> None:
+    """Output for machines."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
+
+
+def check_generation(args: argparse.Namespace) -> None:
+    """Model, device, precision, size, frames, steps and seed, as far as they can be judged without loading anything."""
+    from ..evaluation import pipelines
+
+    pipelines.check(args.model, getattr(args, "dtype", None), getattr(args, "device", None))
+    pipelines.check_call(args.size, args.frames, args.steps)
+    seed = getattr(args, "seed", 0)
+    if isinstance(seed, int) and seed < 0:
+        raise HeartError(f"--seed is {args.seed}: it must be 0 or more")
+
+
+def check_folder(path: str, option: str) -> Path:
+    """A folder to write into: absent or a folder."""
+    if Path(path).exists() and not Path(path).is_dir():
+        raise HeartError(f"{option} is {path!r}, which is a file: give a folder")
+    return Path(path)
 
 
 def numbers(text: str, name: str, kind: Callable[[str], Any] = float) -> list[Any]:
@@ -34,4 +83,12 @@ def numbers(text: str, name: str, kind: Callable[[str], Any] = float) -> list[An
         found = []
     if not found:
         raise HeartError(f"{name} is {text!r}: write numbers separated by commas")
+    return found
+
+
+def words(text: str, name: str) -> list[str]:
+    """Words that are separated by commas, at least one."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise HeartError(f"{name} is {text!r}: write names separated by commas")
     return found

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeartError
-from .arguments import add_device, add_model, add_size, numbers
+from .arguments import add_command, add_device, add_json, add_model, add_size, check_generation, numbers
+from .progress import Stages
 
 SUFFIX = ".heart.json"
 
@@ -18,16 +19,15 @@ SUFFIX = ".heart.json"
 def register(commands) -> None:
     """Add the commands of this file."""
     _register_calibrate(commands)
-    solve = commands.add_parser("solve", help="new thresholds from a calibration's tables, without a model")
+    solve = add_command(commands, "solve", "new thresholds from a calibration's tables, without a model", run_solve)
     solve.add_argument("file", metavar=f"F{SUFFIX}")
     solve.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S or threshold=τ (default shared=0.9)")
     solve.add_argument("--weights", metavar="LL,LH,HL,HH", help="other band weights, from the stored band energies")
     solve.add_argument("--solver", choices=("exact", "cbc", "dp"), default="exact", help="cbc: PuLP's, as a check")
     solve.add_argument("--out", metavar=f"F{SUFFIX}", help="write the new calibration")
     solve.add_argument("--json", action="store_true", help="print the result as JSON")
-    solve.set_defaults(func=run_solve)
 
-    show = commands.add_parser("show", help="what is in a calibration; import and export of thresholds")
+    show = add_command(commands, "show", "what is in a calibration; import and export of thresholds", run_show)
     show.add_argument("file", metavar=f"F{SUFFIX}", nargs="?")
     show.add_argument("--png", metavar="F.png", help="write the picture of heads and thresholds")
     show.add_argument("--ranks", metavar="N", type=int, help="how evenly N GPUs share the heads, in order and by cost")
@@ -42,16 +42,18 @@ def register(commands) -> None:
     show.add_argument("--model", help="with --import: bind the calibration to this model")
     show.add_argument("--budget", metavar="B", default="shared=0.9", help="with --import of a measured table")
     show.add_argument("--out", metavar=f"F{SUFFIX}", help="write the calibration, or what --export gives")
-    show.set_defaults(func=run_show)
 
 
 def _register_calibrate(commands) -> None:
     from ..calibration.workflow.settings import options
 
-    one = commands.add_parser("calibrate", help="measure a model's heads and give each its threshold (EBC)")
+    one = add_command(
+        commands, "calibrate", "measure a model's heads and give each its threshold", run_calibrate,
+        "--method probes is the paper's protocol (rows +ebc and +heart of a comparison), joint is ours (+joint).",
+    )  # fmt: skip
     add_model(one)
     one.add_argument("--backbone", default="xattention", help="name of the backbone (default xattention)")
-    one.add_argument("--out", required=True, metavar=f"F{SUFFIX}")
+    one.add_argument("--out", required=True, metavar=f"F{SUFFIX}", help="the calibration to write")
     titles = ("method", "generations that are measured", "where it runs")
     groups = {title: one.add_argument_group(title) for title in titles}
     for name, option in options().items():
@@ -68,56 +70,10 @@ def _register_calibrate(commands) -> None:
     where.add_argument("--ray", metavar="auto|ADDRESS", help="spread the work over a Ray cluster")
     where.add_argument("--workers", type=int, help="with --ray: how many workers")
     add_device(where)
-    one.add_argument("--json", action="store_true", help="print the result as JSON")
-    one.set_defaults(func=run_calibrate)
+    add_json(one)
 
 
 # ---------------------------------------- calibrate
-
-
-class Progress:
-    """How far each stage is and the time left: a bar on a terminal, a line at every tenth elsewhere."""
-
-    def __init__(self, file: Any = None) -> None:
-        self.file = sys.stderr if file is None else file
-        self.bar: Any = None
-        self.stage, self.tenth = "", -1
-
-    def __call__(self, stage: str, done: int, total: int, left: float | None) -> None:
-        rest = "" if left is None or done >= total else f"{clock(left)} left"
-        if stage != self.stage:
-            self.close()
-            self.stage, self.tenth = stage, -1
-        if self.file.isatty():
-            self._draw(stage, done, total, rest)
-        elif (tenth := 10 if done >= total else 10 * done // total) > self.tenth:
-            self.tenth = tenth
-            print(f"{stage}: {done}/{total}, {10 * tenth}%{rest and ', ' + rest}", file=self.file, flush=True)
-
-    def _draw(self, stage: str, done: int, total: int, rest: str) -> None:
-        from tqdm import tqdm
-
-        if self.bar is None or self.bar.total != total:
-            self.close()
-            self.stage = stage
-            form = "{desc:<28} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-            self.bar = tqdm(total=total, desc=stage, initial=done, file=self.file, bar_format=form)
-        self.bar.n = done
-        self.bar.set_postfix_str(rest, refresh=False)
-        self.bar.refresh()
-
-    def close(self) -> None:
-        """End the present bar."""
-        if self.bar is not None:
-            self.bar.close()
-        self.bar, self.stage = None, ""
-
-
-def clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 4:05."""
-    minutes, s = divmod(max(0, round(seconds)), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,6 +102,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         raise HeartError(f"--out is {args.out!r}: give a file name that ends in {SUFFIX}")
     if args.workers is not None and (args.workers < 1 or not args.ray):
         raise HeartError("--workers is the number of Ray workers: give 1 or more, together with --ray")
+    check_generation(args)
     given = _settings(args)
     from ..calibration import show
     from ..calibration.workflow import calibrate
@@ -156,7 +113,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     if args.guidance is not None:
         call["guidance_scale"] = args.guidance
     work = Path(args.work) if args.work else calibrate.work_folder(Path(args.out))
-    progress = Progress()
+    progress = Stages()
     try:
         made = calibrate.calibrate(
             pipe,

@@ -4,148 +4,245 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 from ..errors import HeartError
-from .arguments import add_device, add_model, add_size
+from .arguments import add_command, add_device, add_json, add_model, add_size, check_folder, check_generation
+from .progress import Steps
 
 
 def register(commands) -> None:
     """Add the commands of this file."""
-    demo = commands.add_parser("demo", help="dense, XAttention and SVG2, plain and with HEART, on the embedded model")
-    demo.add_argument("--out", default="heart-demo", metavar="DIR", help="results folder (default heart-demo)")
-    demo.add_argument("--prompt", action="append", help="a prompt of your own (may be given several times)")
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--steps", type=int, help="denoising steps (default 25, quick 12, full 50)")
-    size = demo.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="a smaller size and 12 steps")
-    size.add_argument("--full", action="store_true", help="8 prompts, 50 steps, also mask reuse alone")
-    demo.add_argument("--json", action="store_true", help="print the table as JSON")
-    demo.set_defaults(func=run_demo)
-
-    one = commands.add_parser("generate", help="one video with HEART from any diffusers video model")
+    _register_demo(commands)
+    one = add_command(
+        commands, "generate", "one video with HEART from any diffusers video model", run_generate,
+        "The ending of --out says the format: .mp4, .gif or .webp.",
+    )  # fmt: skip
     add_model(one)
-    one.add_argument("--prompt", required=True)
-    one.add_argument("--out", default="video.mp4", metavar="FILE.mp4")
-    one.add_argument("--preset", default="xattention", help="backbone or preset name (default xattention)")
+    one.add_argument("--prompt", required=True, help="what the video shall show")
+    one.add_argument("--negative-prompt", metavar="TEXT", help="what it shall not show")
+    one.add_argument("--image", metavar="FILE", help="first frame, for image-to-video models")
+    one.add_argument("--out", default="video.mp4", metavar="FILE", help=".mp4, .gif or .webp")
+    one.add_argument("--preset", help="backbone, preset or config file (default: the calibration's, else xattention)")
     one.add_argument(
-        "--calibration", action="append", metavar="F.heart.json", help="per-head thresholds (twice: two transformers)"
+        "--calibration",
+        action="append",
+        default=[],
+        metavar="F.heart.json",
+        help="operating point (twice: two transformers)",
     )
     one.add_argument("--dense", action="store_true", help="without HEART")
+    one.add_argument("--dense-steps", type=int, metavar="N", help="first steps that stay dense (default: the preset's)")
+    one.add_argument("--force-sparse", action="store_true", help="sparse even where dense would be quicker")
     add_size(one)
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--fps", type=int, default=8)
+    one.add_argument("--guidance", type=float, metavar="SCALE", help="guidance scale (default: the pipeline's)")
+    one.add_argument("--seed", type=int, default=0, help="of the starting noise")
+    one.add_argument("--fps", type=int, help="frames a second (default: the model's: Wan 16, HunyuanVideo 24, …)")
     add_device(one)
-    one.add_argument("--json", action="store_true", help="print what happened as JSON")
-    one.set_defaults(func=run_generate)
+    add_json(one, "what happened")
 
 
-class Progress:
-    """A progress bar over denoising steps on standard error, quiet when that is not a terminal."""
+def _register_demo(commands) -> None:
+    demo = add_command(
+        commands, "demo", "dense, XAttention and SVG2, plain and with HEART, on the embedded model", run_demo
+    )
+    demo.add_argument("--out", default="heart-demo", metavar="DIR", help="results folder")
+    demo.add_argument("--prompt", action="append", help="a prompt of your own (may be given several times)")
+    demo.add_argument("--seed", type=int, default=0, help="of the starting noise")
+    demo.add_argument("--steps", type=int, help="denoising steps (default 25, quick 12, full 50)")
+    demo.add_argument(
+        "--force-sparse", action="store_true", help="all methods sparse even where dense would be quicker"
+    )
+    size = demo.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a smaller size and 12 steps")
+    size.add_argument(
+        "--full", action="store_true", help="8 prompts, 50 steps, also mask reuse and joint calibration alone"
+    )
+    add_json(demo, "the table")
 
-    def __init__(self, total: int) -> None:
-        from tqdm import tqdm
 
-        self.bar = tqdm(total=total, unit="step", file=sys.stderr, dynamic_ncols=True)
-
-    def __call__(self, method: str, steps: int) -> None:
-        self.bar.set_description(method, refresh=False)
-        self.bar.update(steps)
-
-    def close(self) -> None:
-        self.bar.close()
+# ---------------------------------------- demo
 
 
-def _demo_plan(args) -> tuple[list[str], int, bool]:
-    """Prompts, steps and whether the small size is wanted."""
+def _demo_plan(args: argparse.Namespace) -> tuple[list[str], int]:
+    """Prompts and steps."""
     from .. import tiny
 
     prompts = args.prompt or tiny.prompts("demo")[: 8 if args.full else 1]
-    steps = args.steps if args.steps is not None else (12 if args.quick else 50 if args.full else 25)
-    return prompts, steps, args.quick
+    return prompts, args.steps if args.steps is not None else (12 if args.quick else 50 if args.full else 25)
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Five methods (with `--full` mask reuse alone too) on the embedded model: table, report, results, videos."""
-    from ..evaluation import methods, pipelines, report, run
+    """The shipped methods on the embedded model: table, report, results, videos."""
+    from ..evaluation import methods, pipelines, tables, timing
+    from ..evaluation.compare import compare
+    from ..evaluation.report import report
 
-    prompts, steps, quick = _demo_plan(args)
+    check_folder(args.out, "--out")
+    prompts, steps = _demo_plan(args)
+    pipelines.check_call(steps=steps)
     pipe = pipelines.load("tiny")
-    call = pipelines.call_arguments("tiny", pipe, steps=steps, quick=quick)
-    chosen = [methods.build(name, pipe, "tiny") for name in (methods.FULL if args.full else methods.DEFAULT)]
-    setting = run.Setting("tiny", call)
-    progress = Progress(steps * len(prompts) * len(chosen))
-    try:
-        results = run.run(pipe, chosen, prompts, [args.seed], setting, args.out, progress)
-    finally:
-        progress.close()
-    summary = run.write_tables(results, args.out)
-    page = report.build(args.out)
+    call = pipelines.call_arguments("tiny", pipe, steps=steps, quick=args.quick)
+    wanted = methods.FULL if args.full else methods.DEFAULT
+    with Steps(steps * len(prompts) * len(wanted)) as progress:
+        made = compare(
+            pipe, wanted, prompts, args.out, seeds=[args.seed], call=call, force_sparse=args.force_sparse, model="tiny",
+            progress=progress,
+        )  # fmt: skip
+    page = report(args.out)
+    summary = tables.summarise(made)
     if args.json:
-        print(json.dumps(summary, indent=1))
+        print(json.dumps(tables.finite(summary), indent=1))
         return 0
-    print(run.text_table(summary))
-    print("\n" + "\n".join([*run.reuse_lines(results), _explain(pipe, call, chosen, results)]))
+    print(
+        tables.text_table(summary, made["conventions"]), "", *tables.reuse_lines(made), _explain(call, made), sep="\n"
+    )
+    if doubt := timing.verdict(made["rows"]):
+        print(doubt)
     print(f"\nreport: {page}\nresults: {Path(args.out) / 'results.json'}")
     return 0
 
 
-def _explain(pipe, call: dict, chosen: list, results: dict) -> str:
+def _explain(call: dict[str, Any], made: dict) -> str:
     """What was run, in two lines a stranger understands."""
     from .. import tiny
 
     t, h, w = tiny.tokens(**call)
-    n = t * h * w
-    svg2 = next(m.config.backbone for m in chosen if m.name == "svg2").scaled_to(n)
-    calibrated = [m.name for m in chosen if m.name.endswith("+heart") and not isinstance(m.config.thresholds, float)]
-    thresholds = f"calibrated thresholds in {', '.join(calibrated)}" if calibrated else "shared thresholds of 0.9"
     return (
-        f"{call['width']}×{call['height']}, {t} frames = {n} video tokens, "
-        f"{call['num_inference_steps']} steps with guidance, {len(results['rows'])} videos; {thresholds};\n"
-        f"SVG2 with {svg2.q_clusters} × {svg2.k_clusters} clusters (300 × 1,000 at 32,760 tokens). "
-        "PSNR and SSIM are against dense; times are of this machine, to be read as ratios."
+        f"{call['width']}×{call['height']}, {t} frames = {t * h * w} video tokens, "
+        f"{call['num_inference_steps']} steps with guidance, {len(made['rows'])} videos; +joint: every head's threshold\n"
+        "jointly calibrated, and mask reuse. PSNR and SSIM are against dense; times are of this machine, to be read as ratios."
     )
+
+
+# ---------------------------------------- generate
 
 
 def run_generate(args: argparse.Namespace) -> int:
     """One video; prints what HEART did."""
-    from ..evaluation import methods, pipelines, run, video
+    from ..evaluation import pipelines, run, video
 
-    if not args.out.endswith(".mp4"):
-        raise HeartError(f"--out is {args.out!r}: give a file name that ends in .mp4")
+    _check(args)
+    base = None if args.dense else _config_source(args)
     pipe = pipelines.load(args.model, args.dtype, args.device)
-    call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps)
-    method = methods.build("dense", pipe, args.model) if args.dense else _preset_method(args, pipe)
-    progress = Progress(call["num_inference_steps"])
-    try:
-        frames, row = run.generate(
-            pipe, method, args.prompt, args.seed, run.Setting(args.model, call), lambda: progress(method.name, 1)
-        )
-    finally:
-        progress.close()
-    path = video.write_mp4(args.out, frames, args.fps)
+    call = {**pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps), **_more(args, pipe)}
+    method = _method(args, base, pipe)
+    with Steps(call["num_inference_steps"]) as progress:
+        setting = run.Setting(args.model, call)
+        frames, row = run.generate(pipe, method, args.prompt, args.seed, setting, lambda: progress(method.name, 1))
+    path = video.write(args.out, frames, args.fps or pipelines.frame_rate(pipe))
     stats = row.pop("stats")
     if args.json:
         print(json.dumps({**row, "video": str(path)}, indent=1))
         return 0
     print(f"{path}: {frames.shape[2]}×{frames.shape[1]}, {len(frames)} frames, {method.name}")
+    print(_seconds(row, stats))
     if not args.dense:
-        density, refreshed = row["density"], row["refresh_rate"]
-        print(f"density {density:.3f}, masks predicted anew {refreshed:.0%}" if density is not None else "all dense")
-        for reason, count in (stats.get("dense_reasons") or {}).items():
-            print(f"dense {count} times: {reason}")
+        for line in _what_happened(row):
+            print(line)
     return 0
 
 
-def _preset_method(args, pipe):
-    """The preset the user named, with their calibration or the one shipped with the embedded model."""
-    from ..calibration import experts
-    from ..config import preset
-    from ..evaluation import methods, run
+def _check(args: argparse.Namespace) -> None:
+    """Everything that can be judged before a model is loaded."""
+    from ..evaluation import video
 
-    config = preset(args.preset, pipe)
-    path = args.calibration or methods.shipped_calibration(config.backbone.name, args.model)
-    if path:
-        config = config.replace(thresholds=experts.load(path))
-    return run.Method(args.preset, config)
+    video.check_suffix(args.out)
+    check_generation(args)
+    for name, least in (("fps", 1), ("dense_steps", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise HeartError(f"--{name.replace('_', '-')} is {value}: it must be {least} or more")
+    if args.image and not Path(args.image).is_file():
+        raise HeartError(f"there is no picture {args.image!r}: check the path")
+
+
+def _config_source(args: argparse.Namespace) -> Any:
+    """What `heart.enable` shall be given: calibration files, or a preset's name; contradictions are refused."""
+    from ..calibration.file import Calibration
+    from ..evaluation import methods
+
+    if not args.calibration:
+        name = args.preset or "xattention"
+        backbone = _backbone_of(name)
+        return (methods.shipped_calibration(backbone, args.model) if backbone == name else None) or name
+    kinds = {Calibration.load(path).backbone["name"] for path in args.calibration}
+    if args.preset and kinds != {_backbone_of(args.preset)}:
+        raise HeartError(
+            f"{args.calibration[0]} is a calibration for {', '.join(sorted(kinds))} but --preset is {args.preset}: "
+            "leave --preset out, or give a calibration for it"
+        )
+    return args.calibration[0] if len(args.calibration) == 1 else args.calibration
+
+
+def _backbone_of(name: str) -> str:
+    """The backbone that a preset, config file or backbone's name stands for."""
+    from ..config import PRESETS, HeartConfig, find_preset
+
+    if name.endswith(".json"):
+        return HeartConfig.load(name).backbone.name
+    return PRESETS[name].config.backbone.name if name in PRESETS else _known(name, find_preset)
+
+
+def _known(name: str, find_preset: Any) -> str:
+    from ..backbones import BACKBONES
+
+    if name not in BACKBONES:
+        find_preset(name)  # raises, with all names
+    return name
+
+
+def _more(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
+    """Arguments of the call beyond size and steps; what the pipeline does not take is refused by name."""
+    import inspect
+
+    more: dict[str, Any] = {}
+    if args.guidance is not None:
+        more["guidance_scale"] = args.guidance
+    if args.negative_prompt is not None:
+        more["negative_prompt"] = args.negative_prompt
+    if args.image:
+        from PIL import Image
+
+        more["image"] = Image.open(args.image).convert("RGB")
+    taken = inspect.signature(type(pipe).__call__).parameters
+    for name in more:
+        if name not in taken:
+            option = {"guidance_scale": "guidance", "negative_prompt": "negative-prompt"}.get(name, name)
+            raise HeartError(f"{type(pipe).__name__} takes no {name}: leave --{option} out, or choose another model")
+    return more
+
+
+def _method(args: argparse.Namespace, source: Any, pipe: Any) -> Any:
+    """What the user asked for as a method, changed where they said so."""
+    from ..api import resolve
+    from ..evaluation import methods
+
+    if args.dense:
+        return methods.build("dense", pipe, args.model)
+    config, _ = resolve(source, pipe)
+    changes: dict[str, Any] = {"force_sparse": True} if args.force_sparse else {}
+    if args.dense_steps is not None:
+        changes["dense_steps"] = args.dense_steps
+    return methods.Method(args.preset or config.backbone.name, config.replace(**changes) if changes else config)
+
+
+def _seconds(row: dict, stats: dict) -> str:
+    """How long it took, and how much quicker sparse steps were than the dense ones of the same generation."""
+    text = f"{row['wall_s']:.1f} s, {row['total_s']:.1f} s of them in the denoising model"
+    steps = [s for s in stats["steps"] if s["calls"]]
+    dense = [s["time"]["total"] for s in steps if s["dense_calls"] == s["calls"]]
+    sparse = [s["time"]["total"] for s in steps if s["dense_calls"] < s["calls"]]
+    if dense and sparse and sum(sparse):
+        ratio = (sum(dense) / len(dense)) / (sum(sparse) / len(sparse))
+        text += f"; attention of a sparse step {ratio:.1f}× as fast as of a dense one"
+    return text
+
+
+def _what_happened(row: dict) -> list[str]:
+    if row["refresh_rate"] is None:
+        lines = ["every attention call ran dense"]
+    else:
+        lines = [f"density {row['density']:.3f}, masks predicted anew {row['refresh_rate']:.0%}"]
+    return lines + [f"dense {count} times: {reason}" for reason, count in row["dense_reasons"].items()]

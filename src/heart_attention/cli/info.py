@@ -9,14 +9,15 @@ import os
 import platform
 from typing import Any
 
+from .arguments import add_command, add_json
+
 PACKAGES = ("torch", "diffusers", "transformers", "triton", "flashinfer-python", "numpy")
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("info", help="versions, device, and which kernels serve here or why they do not")
-    parser.add_argument("--json", action="store_true", help="print it for machines")
-    parser.set_defaults(func=run)
+    parser = add_command(subparsers, "info", "versions, device, and which kernels serve here or why they do not", run)
+    add_json(parser, "it")
 
 
 def run(args: argparse.Namespace) -> int:

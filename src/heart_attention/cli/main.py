@@ -1,4 +1,4 @@
-"""The command `heart`: parses arguments, calls one function of `commands/`, turns errors into one sentence."""
+"""The command `heart`: parses arguments, calls one function of this folder, turns errors into one sentence."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import logging
 import os
 import sys
 
-from .. import __version__
+from .. import __version__, plugins
 from ..errors import HeartError
 
 # One module a topic; each offers `register(subparsers)`. Heavy imports stay inside the commands themselves.
-TOPICS = ("info", "generate", "calibrate", "tune", "evidence")
+TOPICS = ("info", "generate", "calibrate", "tune", "compare", "study", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,14 +21,37 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"heart-attention {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens inside")
+    _add_plugin(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for topic in TOPICS:
         importlib.import_module(f".{topic}", __package__).register(commands)
     return parser
 
 
+def _add_plugin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module that registers things of your own",
+    )
+
+
+def _load_plugins(argv: list[str] | None) -> None:
+    """Import the modules named by --plugin, and installed ones: their names are then choices of the command line."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_plugin(early)
+    plugins.load(early.parse_known_args(argv)[0].plugin)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; 0 done, 1 failed, 2 wrong usage."""
+    try:
+        _load_plugins(argv)
+    except HeartError as error:
+        print(f"heart: {error}", file=sys.stderr)
+        return 1
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:

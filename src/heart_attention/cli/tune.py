@@ -7,35 +7,34 @@ import json
 from typing import Any
 
 from ..errors import HeartError
-from .arguments import add_device, add_model, add_size
+from .arguments import add_backbone, add_command, add_device, add_json, add_model, add_size, check_generation
 
 
 def register(commands) -> None:
     """Add both commands."""
-    p = commands.add_parser("tune-delta", help="choose δ of temporal mask reuse from one dense generation")
+    p = add_command(commands, "tune-delta", "choose δ of temporal mask reuse from one dense generation", run)
     add_model(p)
-    p.add_argument("--backbone", default="xattention", choices=("xattention", "svg2"))
+    add_backbone(p)
     p.add_argument("--target", type=float, default=0.9, help="IoU that reused masks shall keep (default 0.9)")
     p.add_argument("--relative", action="store_true", help="δ as a share of the anchor's norm: carries over to sizes")
     p.add_argument("--per-layer", action="store_true", help="one δ a layer")
     p.add_argument("--prompt", help="default: the embedded model's first demo prompt, or 'a video'")
     _add_generation(p)
-    p.set_defaults(func=run)
     _register_order(commands)
 
 
 def _add_generation(p: Any) -> None:
     """What is generated, and where the choice goes."""
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the starting noise")
     add_size(p)
     p.add_argument("--quick", action="store_true", help="the embedded model's small size and 12 steps")
     add_device(p)
     p.add_argument("--out", metavar="CONFIG.json", help="write a config with what was chosen")
-    p.add_argument("--json", action="store_true", help="print what was seen and chosen as JSON")
+    add_json(p, "what was seen and chosen")
 
 
 def _register_order(commands) -> None:
-    p = commands.add_parser("tune-order", help="choose a token order for every head from dense generations")
+    p = add_command(commands, "tune-order", "choose a token order for every head from dense generations", run_order)
     add_model(p)
     p.add_argument("--config", default="xattention", help="a preset, a config or a calibration to start from")
     p.add_argument(
@@ -46,7 +45,6 @@ def _register_order(commands) -> None:
     )
     p.add_argument("--looks", type=int, default=3, help="sparse steps of a generation to look at (default 3)")
     _add_generation(p)
-    p.set_defaults(func=run_order)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation import pipelines
     from ..tuning import delta
 
+    check_generation(args)
     if not 0 < args.target <= 1:
         raise HeartError(f"--target is {args.target}: give a number above 0, at most 1")
     pipe = pipelines.load(args.model, args.dtype, args.device)
@@ -81,10 +80,11 @@ def _prompt(args: argparse.Namespace) -> str:
 
 def record(pipe: Any, config: Any, prompt: str, seed: int, call: dict) -> Any:
     """One dense generation with a `MaskProbe` riding along."""
+    from ..evaluation.watch import watch
     from ..tuning.delta import MaskProbe
 
     probe = MaskProbe(config.backbone, thresholds_of(pipe, config), config.dense_steps, config.scale_clusters)
-    _ride_along(pipe, probe, [prompt], seed, call)
+    watch(pipe, probe, [prompt], seed, call)
     return probe
 
 
@@ -95,21 +95,6 @@ def thresholds_of(pipe: Any, config: Any) -> list:
 
     transformers = transformers_of(pipe)
     return threshold_table(config.thresholds, len(transformers), *layers_and_heads(transformers[0]))
-
-
-def _ride_along(pipe: Any, probe: Any, prompts: list[str], seed: int, call: dict) -> None:
-    """Dense generations with a probe attached."""
-    import torch
-
-    from ..models import attachment
-
-    attached = attachment.attach_pipeline(pipe, probe)
-    try:
-        for prompt in prompts:
-            pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), output_type="latent", **call)
-    finally:
-        for one in attached:
-            one.detach()
 
 
 def as_dict(tuned: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -153,8 +138,10 @@ def run_order(args: argparse.Namespace) -> int:
     """Generate, choose, print."""
     from ..api import resolve
     from ..evaluation import pipelines
+    from ..evaluation.watch import watch
     from ..tuning import order
 
+    check_generation(args)
     if args.looks < 1:
         raise HeartError(f"--looks is {args.looks}: give at least 1")
     pipe = pipelines.load(args.model, args.dtype, args.device)
@@ -162,7 +149,7 @@ def run_order(args: argparse.Namespace) -> int:
     config, _ = resolve(args.config, pipe)
     steps = _looks(config.dense_steps, call["num_inference_steps"], args.looks)
     probe = order.OrderProbe(config.backbone, thresholds_of(pipe, config), steps, config.kernel)
-    _ride_along(pipe, probe, _prompts(args), args.seed, call)
+    watch(pipe, probe, _prompts(args), args.seed, call)
     tuned = order.tune(probe, args.keep)
     if args.out:
         config.replace(order=tuned.order, thresholds=tuned.thresholds).save(args.out)

@@ -1,1 +1,1 @@
-"""Comparing methods: generations, metrics, tables, studies, the report."""
+"""Evaluation: methods side by side, metrics, tables, studies and the report."""

@@ -1,56 +1,160 @@
-"""Names of methods, as in the paper's tables, turned into configs: `dense`, `xattention`, `svg2+heart`, …"""
+"""Names of methods, as in the paper's tables, turned into configs: `dense`, `xattention`, `svg2+heart`, `svg2+joint`, …
+
+A row is what it is called: `+ebc` and `+heart` take calibrations by the paper's protocol only (one head sparse at a time,
+three candidates, its strata, a plain mean), `+joint` takes all others. A calibration brings its whole operating point:
+backbone settings, token order, dense steps.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import HeartError
-from .run import Method
 
-DEFAULT = ("dense", "xattention", "xattention+heart", "svg2", "svg2+heart")
-FULL = ("dense", "xattention", "xattention+tmr", "xattention+heart", "svg2", "svg2+tmr", "svg2+heart")
-# What a suffix switches on: (temporal mask reuse, calibrated thresholds).
-PARTS = {"": (False, False), "tmr": (True, False), "ebc": (False, True), "heart": (True, True)}
+DENSE = "dense"
 
 
-def shipped_calibration(backbone: str, model: str) -> str | None:
-    """The calibration that the package carries for its embedded model, if there is one."""
+class Part(NamedTuple):
+    """What a suffix switches on: temporal mask reuse, and which kind of calibration ("", "paper" or "joint")."""
+
+    reuse: bool
+    calibration: str
+
+
+PARTS = {
+    "": Part(False, ""),
+    "tmr": Part(True, ""),
+    "ebc": Part(False, "paper"),
+    "heart": Part(True, "paper"),
+    "joint": Part(True, "joint"),
+}
+HOW = {"paper": "--method probes", "joint": "--method joint"}  # how `heart calibrate` makes each kind
+PAPER_CANDIDATES = (0.85, 0.9, 0.95)
+# The demo's rows: each shipped backbone as published, and with HEART on it.
+DEFAULT = (DENSE, "xattention", "xattention+joint", "svg2", "svg2+joint")
+FULL = (DENSE, "xattention", "xattention+tmr", "xattention+joint", "svg2", "svg2+tmr", "svg2+joint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A row of a table: a name and the HeartConfig that makes it (dense attention is thresholds of 1)."""
+
+    name: str
+    config: Any
+
+
+Calibrations = Mapping[tuple[str, str], Sequence[str]]  # (backbone's name, kind) -> one file, or one a transformer
+
+
+def kind_of(calibration: Any) -> str:
+    """The kind "paper" for a calibration made by the paper's protocol, "joint" for any other."""
+    settings = calibration.settings
+    as_in_paper = (
+        calibration.method == "probes"
+        and settings.get("strata") == "paper"
+        and settings.get("mean") == "plain"
+        and calibration.candidates is not None
+        and tuple(calibration.candidates) == PAPER_CANDIDATES
+    )
+    return "paper" if as_in_paper else "joint"
+
+
+def sort_calibrations(paths: Iterable[str]) -> dict[tuple[str, str], list[str]]:
+    """Calibration files by what they are for: (backbone's name, kind)."""
+    from ..calibration.file import Calibration
+
+    sorted_: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        made = Calibration.load(path)
+        sorted_.setdefault((made.backbone["name"], kind_of(made)), []).append(path)
+    return sorted_
+
+
+def shipped_calibration(backbone: str, model: str, kind: str = "joint") -> str | None:
+    """The calibration of that kind which the package carries for its embedded model, if there is one."""
     if model != "tiny":
         return None
     from .. import tiny
 
-    path = Path(tiny.path()).parent / "calibrations" / f"{backbone}.heart.json"
+    name = f"{backbone}-paper.heart.json" if kind == "paper" else f"{backbone}.heart.json"
+    path = Path(tiny.path()).parent / "calibrations" / name
     return str(path) if path.is_file() else None
 
 
-def build(name: str, pipe, model: str, calibrations: dict[str, list[str]] | None = None, **changes: Any) -> Method:
+def parse(name: str) -> tuple[str, str]:
+    """A method's name as (backbone, part); ("dense", "") for dense attention. Unknown names are refused."""
+    from ..backbones import BACKBONES
+
+    backbone, plus, part = name.partition("+")
+    if name == DENSE:
+        return DENSE, ""
+    if backbone not in BACKBONES or part not in PARTS or (plus and not part):
+        suffixes = ", ".join(f"+{p}" for p in PARTS if p)
+        raise HeartError(
+            f"unknown method {name!r}: use dense, or one of {', '.join(BACKBONES)}, alone or with {suffixes}"
+        )
+    return backbone, part
+
+
+def build(name: str, pipe: Any, model: str, calibrations: Calibrations | None = None, **changes: Any) -> Method:
     """The method of that name for this pipeline; `changes` replace fields of its config."""
     from ..config import HeartConfig, preset
     from ..online.reuse import Always
 
-    if name == "dense":
-        return Method("dense", HeartConfig(thresholds=1.0, reuse=Always(), dense_steps=0))
-    backbone, _, part = name.partition("+")
-    if backbone not in ("xattention", "svg2") or part not in PARTS:
-        raise HeartError(
-            f"unknown method {name!r}: use dense, or xattention or svg2, alone or with +tmr, +ebc or +heart"
-        )
-    reuse, calibrated = PARTS[part]
-    config = preset(backbone, pipe)
-    if not part:  # the backbone as published knows no way back to dense
-        config = dataclasses.replace(config, force_sparse=True)
-    if not reuse:
-        config = dataclasses.replace(config, reuse=Always())
-    if calibrated:
-        path = (calibrations or {}).get(backbone) or shipped_calibration(backbone, model)
-        if path is None and part == "ebc":
-            raise HeartError(
-                f"method {name!r} needs a calibration: make one with `heart calibrate --backbone {backbone}`"
-            )
-        if path is not None:
-            from ..calibration import experts
+    backbone, suffix = parse(name)
+    if backbone == DENSE:
+        return Method(DENSE, HeartConfig(thresholds=1.0, reuse=Always(), dense_steps=0))
+    part = PARTS[suffix]
+    if part.calibration:
+        config = operating_point(_files(name, backbone, part.calibration, model, calibrations or {}), pipe)
+    else:
+        config = preset(backbone, pipe)
+    if not part.reuse:
+        config = config.replace(reuse=Always())
+    return Method(name, config.replace(**changes) if changes else config)
 
-            config = dataclasses.replace(config, thresholds=experts.load(path))
-    return Method(name, dataclasses.replace(config, **changes) if changes else config)
+
+def operating_point(files: Sequence[str], pipe: Any) -> Any:
+    """The config that `heart.enable(pipe, files)` would use: thresholds, backbone settings, order, dense steps."""
+    from ..api import resolve
+
+    return resolve(files[0] if len(files) == 1 else list(files), pipe)[0]
+
+
+def _files(name: str, backbone: str, kind: str, model: str, given: Calibrations) -> Sequence[str]:
+    """The calibration files of a method: those given for it, else the shipped one; none is an error that tells how."""
+    if given.get((backbone, kind)):
+        return given[backbone, kind]
+    shipped = shipped_calibration(backbone, model, kind)
+    if shipped is not None:
+        return [shipped]
+    made = f"`heart calibrate --model {model} --backbone {backbone} {HOW[kind]} --out {backbone}.heart.json`"
+    others = [k for b, k in given if b == backbone]
+    if others and kind == "paper":
+        raise HeartError(
+            f"method {name!r} is the paper's and the calibration given is not by its protocol: "
+            f"name it {backbone}+joint, or make one with {made}"
+        )
+    raise HeartError(
+        f"method {name!r} needs a calibration for {backbone}: make one with {made} and pass it by --calibration"
+    )
+
+
+def check(names: Sequence[str], calibrations: Calibrations, model: str) -> None:
+    """Refuse wrong names, missing calibrations and calibrations nobody uses, before anything is loaded."""
+    used = set()
+    for name in names:
+        backbone, suffix = parse(name)
+        kind = PARTS[suffix].calibration
+        if kind:
+            _files(name, backbone, kind, model, calibrations)
+            used.add((backbone, kind))
+    for key, files in calibrations.items():
+        if key not in used:
+            suffix = "+joint" if key[1] == "joint" else "+ebc or +heart"
+            raise HeartError(
+                f"{files[0]} is for {key[0]}{suffix}, not among the methods: name it, or leave the file out"
+            )

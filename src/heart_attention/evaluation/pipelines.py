@@ -2,41 +2,134 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 from ..errors import HeartError
 
+log = logging.getLogger(__name__)
+
 TINY = ("tiny", "tiny-random")  # the embedded model, and its architecture with random weights as the control
+DTYPES = ("float32", "bfloat16", "float16")
+# Frames a second that models were trained at, by the beginning of their transformer's class name.
+FRAME_RATES = {
+    "Wan": 16, "HunyuanVideo": 24, "CogVideoX": 8, "LTX": 24, "Mochi": 30, "Cosmos": 24, "SkyReels": 24,
+}  # fmt: skip
+TINY_FRAME_RATE = 8
+ROOM_FOR_VIDEO = 12 << 30  # bytes that activations and decoding of a full-size video take beside the weights
 
 
-def load(model: str = "tiny", dtype: str | None = None, device: str | None = None):
-    """A diffusers pipeline: the embedded model, a folder, or a model id of the hub."""
+def check(model: str, dtype: str | None = None, device: str | None = None) -> str:
+    """Raise if these cannot be meant, before anything is loaded; the device that will be used."""
     import torch
 
-    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
-        raise HeartError(f"dtype is {dtype!r}: use float32, bfloat16 or float16")
+    if dtype is not None and dtype not in DTYPES:
+        raise HeartError(f"--dtype is {dtype!r}: use {', '.join(DTYPES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise HeartError(f"--device is {device!r}: use cpu, cuda, or cuda:N") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise HeartError("--device is cuda but PyTorch sees no CUDA device here: use --device cpu")
+    if model not in TINY and not Path(model).exists() and model.count("/") != 1:
+        raise HeartError(f"there is no model {model!r}: give 'tiny', a folder, or a hub id like owner/name")
+    if Path(model).is_dir() and model not in TINY and not (Path(model) / "model_index.json").is_file():
+        raise HeartError(f"the folder {model!r} has no model_index.json: give the folder of a diffusers pipeline")
+    return device
+
+
+def load(model: str = "tiny", dtype: str | None = None, device: str | None = None) -> Any:
+    """A diffusers pipeline on its device: the embedded model, a folder, or a model id of the hub."""
+    import torch
+
+    device = check(model, dtype, device)
     kind = getattr(torch, dtype) if dtype else (torch.bfloat16 if device != "cpu" else torch.float32)
     if model in TINY:
-        from diffusers.utils import logging
-
         from .. import tiny
 
-        logging.get_logger("diffusers.pipelines.wan.pipeline_wan").setLevel("ERROR")  # it warns of any frame count here
         pipe = tiny.load(kind) if model == "tiny" else tiny.load_random(dtype=kind)
     else:
-        from diffusers import DiffusionPipeline
-
-        if not Path(model).exists() and model.count("/") != 1:
-            raise HeartError(f"there is no model {model!r}: give 'tiny', a folder, or a hub id like owner/name")
-        try:
-            pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=kind)
-        except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise HeartError(f"the model {model!r} cannot be loaded ({first}): check its name or folder") from None
+        pipe = _from_pretrained(model, kind)
     pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
+    return place(pipe, device)
+
+
+def _from_pretrained(model: str, kind: Any) -> Any:
+    import torch
+    from diffusers import DiffusionPipeline
+
+    kinds = {"default": kind, "vae": torch.float32} if _wants_exact_decoder(model) else kind
+    try:
+        with warnings.catch_warnings():  # old diffusers know no other name for it, new ones warn of this one
+            warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+            return DiffusionPipeline.from_pretrained(model, torch_dtype=kinds)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        raise HeartError(f"the model {model!r} cannot be loaded ({first}): check its name or folder") from None
+
+
+def _wants_exact_decoder(model: str) -> bool:
+    """Wan's decoder shows bands in bfloat16; its authors run it in float32."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        config = DiffusionPipeline.load_config(model)
+    except (OSError, ValueError):
+        return False  # loading will say what is wrong
+    vae = config.get("vae") or [None, ""]
+    return "AutoencoderKLWan" in str(vae[-1])
+
+
+def place(pipe: Any, device: str, free: int | None = None) -> Any:
+    """Move a pipeline to its device; where memory is short, decode in tiles and offload, and say so in one line.
+
+    `free` is the device's free memory in bytes; None: as CUDA tells it.
+    """
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return pipe.to(device)
+    free = torch.cuda.mem_get_info(device)[0] if free is None else free
+    weights = _bytes(pipe)
+    helped = []
+    if weights + ROOM_FOR_VIDEO > free and hasattr(getattr(pipe, "vae", None), "enable_tiling"):
+        pipe.vae.enable_tiling()
+        helped.append("the video is decoded in tiles")
+    if weights + ROOM_FOR_VIDEO // 2 > free:
+        pipe.enable_model_cpu_offload(device=device)
+        helped.append("models wait in main memory until they are needed")
+    if helped:
+        log.warning("%.0f GB of weights for %.0f GB of memory: %s", weights / 2**30, free / 2**30, " and ".join(helped))
+    return pipe if len(helped) == 2 else pipe.to(device)
+
+
+def _bytes(pipe: Any) -> int:
+    """Bytes of all weights of a pipeline."""
+    modules = [m for m in pipe.components.values() if hasattr(m, "parameters")]
+    return sum(p.numel() * p.element_size() for m in modules for p in m.parameters())
+
+
+def name_of(pipe: Any) -> str:
+    """What a pipeline was loaded from; "tiny" for the embedded model."""
+    from .. import tiny
+
+    source = str(getattr(getattr(pipe, "config", None), "_name_or_path", "") or "")
+    if source == tiny.path():
+        return "tiny"
+    return source or type(pipe).__name__
+
+
+def frame_rate(pipe: Any) -> int:
+    """Frames a second of a model's videos; 16 for one that nobody listed."""
+    from ..models.inspect import transformers_of
+
+    if name_of(pipe) in TINY:
+        return TINY_FRAME_RATE
+    kind = type(transformers_of(pipe)[0]).__name__
+    return next((rate for begin, rate in FRAME_RATES.items() if kind.startswith(begin)), 16)
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -47,21 +140,9 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def call_arguments(model: str, pipe, size: str | None = None, frames: int | None = None, steps: int | None = None,
-                   quick: bool = False) -> dict[str, Any]:  # fmt: skip
-    """Arguments of the pipeline's call: the model's native ones, changed where the user said so."""
-    if model in TINY:
-        from .. import tiny
-
-        call = dict(tiny.QUICK if quick else tiny.NATIVE)
-    else:
-        from ..config import PRESETS, identify
-
-        name = identify(pipe.transformer, two=getattr(pipe, "transformer_2", None) is not None)
-        known = next((p for p in PRESETS.values() if name and p.config.model == name), None)
-        call = {"num_inference_steps": 50}
-        if known:
-            call |= {"width": known.width, "height": known.height, "num_frames": known.frames}
+def check_call(size: str | None = None, frames: int | None = None, steps: int | None = None) -> dict[str, Any]:
+    """What the user said of size, frames and steps, as arguments of a pipeline's call."""
+    call: dict[str, Any] = {}
     if size:
         call["width"], call["height"] = parse_size(size)
     for key, value in (("num_frames", frames), ("num_inference_steps", steps)):
@@ -72,11 +153,46 @@ def call_arguments(model: str, pipe, size: str | None = None, frames: int | None
     return call
 
 
+def call_arguments(
+    model: str,
+    pipe: Any,
+    size: str | None = None,
+    frames: int | None = None,
+    steps: int | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Arguments of the pipeline's call: the model's native ones, changed where the user said so."""
+    said = check_call(size, frames, steps)
+    return {**_native(model, pipe, quick), **said}
+
+
+def _native(model: str, pipe: Any, quick: bool) -> dict[str, Any]:
+    if model in TINY:
+        from .. import tiny
+
+        return dict(tiny.QUICK if quick else tiny.NATIVE)
+    from ..config import PRESETS, identify
+
+    name = identify(pipe.transformer, two=getattr(pipe, "transformer_2", None) is not None)
+    known = next((p for p in PRESETS.values() if name and p.config.model == name), None)
+    call: dict[str, Any] = {"num_inference_steps": 50}
+    if known:
+        call |= {"width": known.width, "height": known.height, "num_frames": known.frames}
+    return call
+
+
 def read_prompts(path: str) -> list[str]:
-    """One prompt a line, empty lines and lines that begin with # left out."""
+    """Prompts from a file, one a line (empty lines and lines that begin with # left out), or a suite's.
+
+    `vbench` is VBench's whole suite of 946 prompts, `vbench:overall_consistency` those of one of its dimensions.
+    """
+    if path == "vbench" or path.startswith("vbench:"):
+        from .metrics import vbench
+
+        return vbench.prompts(path.partition(":")[2] or None)
     file = Path(path)
     if not file.is_file():
-        raise HeartError(f"there is no prompts file {path!r}: give a text file with one prompt a line")
+        raise HeartError(f"there is no prompts file {path!r}: give a text file with one prompt a line, or vbench")
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except UnicodeDecodeError:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from heart_attention import HeartError
-from heart_attention.evaluation import report, video
+from heart_attention.evaluation import video
+from heart_attention.evaluation.report import report
 
 METHODS = ("dense", "xattention", "xattention+heart")
 
@@ -46,20 +47,20 @@ def engine_record(random) -> dict:
 
 
 def test_page_is_self_contained_and_escaped(folder):
-    text = report.build(folder).read_text()
+    text = report(folder).read_text()
     assert len(text) < 10_000_000
     assert not re.search(r"https?://(?!www\.w3\.org)", text)
     assert "<b>red</b>" not in text and "&lt;b&gt;red" in text
     for method in METHODS:
         assert method in text
-    assert "attention 3.00× and the denoising model" in text
+    assert "attention 3.00× and the model" in text
 
 
 def test_a_lost_video_is_one_sentence(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "r")
     next((tmp_path / "r" / "videos").glob("dense*.mp4")).unlink()
     with pytest.raises(HeartError, match="is gone"):
-        report.build(tmp_path / "r")
+        report(tmp_path / "r")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def wait_for(driver, script: str, seconds: float = 20.0):
 
 
 def test_in_a_browser(folder, browser):
-    page = report.build(folder)
+    page = report(folder)
     for width in (1200, 390):
         browser.set_window_size(width, 900)
         browser.get(page.as_uri())
@@ -111,7 +112,7 @@ def test_hover_shows_the_value(folder, browser):
     from selenium.webdriver import ActionChains
 
     browser.set_window_size(1200, 900)
-    browser.get(report.build(folder).as_uri())
+    browser.get(report(folder).as_uri())
     cell = browser.find_element("css selector", "details[open] rect.cell")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", cell)
     ActionChains(browser).move_to_element(cell).perform()
@@ -122,7 +123,8 @@ def test_the_headline_names_every_heart_the_closest_first():
     from heart_attention.evaluation.report.build import _headline
 
     entry = lambda name, speed, psnr: {  # noqa: E731
-        "method": name, "attention_speedup": speed, "total_speedup": 1 + speed / 4, "psnr": psnr,
+        "method": name, "attention_speedup": speed, "total_speedup": 1 + speed / 4, "psnr": psnr, "dense_share": 0.0,
+        "attention_speedup_ci": [speed - 0.1, speed + 0.1],
     }  # fmt: skip
     rows = [
         entry("dense", 1, None),
@@ -131,6 +133,48 @@ def test_the_headline_names_every_heart_the_closest_first():
         entry("xattention+heart", 1.7, 27),
     ]
     line = _headline(rows)
-    assert line.index("xattention+heart: attention 1.70×") < line.index("svg2+heart: attention 2.00×")
+    assert line.index("xattention+heart: attention 1.70× (1.60–1.80)") < line.index("svg2+heart: attention 2.00×")
     assert "27.0 dB" in line and "23.0 dB" not in line
     assert _headline(rows[:1]) == "Only dense attention was run."
+    wholly_dense = [{**e, "dense_share": 1.0} for e in rows]
+    assert "Every attention call ran dense" in _headline(wholly_dense)
+
+
+def test_a_busy_machine_what_ran_dense_and_a_strip_are_shown(folder, tmp_path):
+    from heart_attention.evaluation.video import strip
+
+    out = tmp_path / "r"
+    shutil.copytree(folder, out)
+    whole = json.loads((out / "results.json").read_text())
+    strip([("dense", np.zeros((4, 16, 16, 3), np.uint8))], out / "strips" / "a.png")
+    for row in whole["rows"]:
+        row |= {
+            "spread": 0.7,
+            "waited": 0.4,
+            "strip": "strips/a.png",
+            "dense_reasons": {"too few <tokens>": 5},
+            "dense_share": 0.2,
+        }
+    (out / "results.json").write_text(json.dumps(whole))
+    text = report(out).read_text()
+    assert (
+        "Times cannot be trusted" in text
+        and "10 calls: too few &lt;tokens&gt;" in text
+        and "data:image/png;base64" in text
+    )
+    assert "share of query–key pairs computed" in text  # what a column means stands on its heading
+
+
+def test_the_old_name_warns(folder):
+    with pytest.warns(DeprecationWarning, match="heart.report"):
+        report.build(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"records": [1]}', '{"records": [{"density": [[[1]]]}]}', "3"])
+def test_odd_statistics_are_one_sentence(folder, tmp_path, content):
+    out = tmp_path / "r"
+    shutil.copytree(folder, out)
+    for path in (out / "stats").glob("*.json"):
+        path.write_text(content)
+    with pytest.raises(HeartError, match="not a statistics file"):
+        report(out)

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from calibrations_for_tests import paper_calibration
 
 from heart_attention import HeartError
-from heart_attention.evaluation import run
+from heart_attention.evaluation import methods, run
 from heart_attention.evaluation.studies import ablations
 
 
@@ -22,7 +23,7 @@ def bench(tiny_pipe, small_call, tmp_path_factory):
     out = tmp_path_factory.mktemp("ablate")
     setting = run.Setting("tiny", small_call)
     return ablations.Bench(tiny_pipe, "tiny", "xattention", ["a red circle moves right on a blue background"], [0],
-                           setting, Path(out), {})  # fmt: skip
+                           setting, Path(out), methods.sort_calibrations([paper_calibration(out / "c.heart.json")]))  # fmt: skip
 
 
 def test_policy_table(bench):
@@ -41,3 +42,44 @@ def test_delta_table_tries_no_reuse_too(bench):
 def test_objective_needs_two_files(bench):
     with pytest.raises(HeartError, match="two or more calibrations"):
         ablations.objective(bench, {"mse": "a.heart.json"})
+
+
+def test_components_table_names_every_part(bench):
+    table = ablations.components(bench)
+    assert [e["method"] for e in table["summary"]] == [
+        "dense",
+        *(f"xattention{s}" for s in ("", "+tmr", "+ebc", "+heart")),
+    ]
+    assert all(e["dense_share"] == 0 for e in table["summary"][1:])  # all are forced alike
+    assert table["summary"][3]["refresh_rate"] == 1.0 and "Mask reuse alone" in table["finding"]
+    assert (bench.out / "components.finding.txt").read_text() == table["finding"]
+
+
+def test_all_says_what_it_leaves_out():
+    assert ablations.choose("all", "tiny", False) == (["components", "policy", "delta", "objective"], {})
+    made, left_out = ablations.choose("all", "owner/model", False)
+    assert "objective" not in made and "heart ablate objective" in left_out["objective"]
+    assert ablations.choose("all", "owner/model", True)[1] == {} and ablations.choose("delta", "x", False)[0] == [
+        "delta"
+    ]
+
+
+def test_objective_weighs_stored_bands_anew(bench, monkeypatch, tmp_path):
+    import numpy as np
+
+    from heart_attention import Calibration
+
+    made = Calibration.load(paper_calibration(tmp_path / "c.heart.json"))
+    bands = np.random.default_rng(0).random((*made.E.shape, 4))
+    calls = []
+
+    def measured(bench, error, path):
+        calls.append(error)
+        made.__class__(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "bands": bands}).save(path)
+
+    monkeypatch.setattr(ablations, "_calibrate", measured)
+    files = ablations.make_objectives(bench)
+    assert list(files) == ["3D-FFT", "velocity MSE", "attention output"] and calls == ["spectral", "attention"]
+    assert ablations.make_objectives(bench) == files and len(calls) == 2  # finished ones are kept
+    table = ablations.objective(bench, files)
+    assert [e["method"] for e in table["summary"]] == ["dense", *files] and "over the second" in table["finding"]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heart_attention.backbones import XAttention
+from heart_attention.backbones import SVG2, XAttention
 from heart_attention.evaluation.studies import adjacent, drift, iou, timesteps
 
 
@@ -39,17 +39,23 @@ def test_iou():
     assert adjacent.iou(a, b).tolist() == [pytest.approx(1 / 3), 0.0]
 
 
+BACKBONES = {"xattention": XAttention(8, 64), "svg2": SVG2(8, 16)}
+
+
 @pytest.fixture(scope="module")
 def table(tiny_pipe, small_call):
     call = {**small_call, "num_inference_steps": 4}
-    return adjacent.collect(tiny_pipe, XAttention(8, 64), call, ["a red circle moves right on a blue background"])
+    return adjacent.collect(tiny_pipe, BACKBONES, call, ["a red circle moves right on a blue background"])
 
 
 def test_one_pass_measures_everything(table, tiny_pipe):
     layers, heads = tiny_pipe.transformer.config.num_layers, tiny_pipe.transformer.config.num_attention_heads
     assert table.token_iou.shape == (1, 3, layers, heads)  # three pairs of neighbouring steps
-    assert table.density.shape == (1, 4, layers, heads)
-    assert ((table.token_iou > 0) & (table.token_iou <= 1)).all() and ((table.density > 0) & (table.density <= 1)).all()
+    assert ((table.token_iou > 0) & (table.token_iou <= 1)).all()
+    for name in BACKBONES:
+        density, masks = table.density[name], table.mask_iou[name]
+        assert density.shape == (1, 4, layers, heads) and ((density > 0) & (density <= 1)).all()
+        assert masks.shape == table.token_iou.shape and ((masks > 0) & (masks <= 1)).all()
     # means move less than tokens do: ‖mean Δ‖₁ ≤ mean ‖Δ‖₁
     assert (table.mean_drift <= table.full_drift + 1e-4).all() and (table.full_drift > 0).all()
 
@@ -58,10 +64,10 @@ def test_the_table_survives_the_disk_and_is_not_measured_twice(table, tiny_pipe,
     again = adjacent.Table.from_dict(table.to_dict())
     np.testing.assert_allclose(again.token_iou, table.token_iou, atol=1e-6)
     monkeypatch.setattr(adjacent, "collect", lambda *a: table)
-    first = adjacent.cached(tiny_pipe, XAttention(8, 64), small_call, ["p"], tmp_path, "trained")
+    first = adjacent.cached(tiny_pipe, small_call, ["p"], tmp_path, "trained")
     monkeypatch.setattr(adjacent, "collect", lambda *a: pytest.fail("measured again"))
-    second = adjacent.cached(tiny_pipe, XAttention(8, 64), small_call, ["p"], tmp_path, "trained")
-    np.testing.assert_allclose(first.density, second.density, atol=1e-6)
+    second = adjacent.cached(tiny_pipe, small_call, ["p"], tmp_path, "trained")
+    np.testing.assert_allclose(first.density["svg2"], second.density["svg2"], atol=1e-6)
 
 
 @pytest.mark.parametrize("study", [iou, drift, timesteps], ids=lambda m: m.__name__.split(".")[-1])
@@ -77,3 +83,26 @@ def test_studies_write_numbers_figure_and_paragraph(study, table, tmp_path):
 
 def test_the_drift_paragraph_says_when_the_control_is_as_strong(table, tmp_path):
     assert "no evidence" in drift.run(table, table, tmp_path)["finding"]
+
+
+@pytest.mark.parametrize("study", [iou, drift, timesteps], ids=lambda m: m.__name__.split(".")[-1])
+def test_without_a_control_nothing_is_said_of_it(study, table, tmp_path):
+    found = study.run(table, None, tmp_path)
+    assert found["control"] is None and "andom weights" not in found["finding"]
+
+
+def test_text_and_unused_slots_are_left_out():
+    from heart_attention.masks import Text
+    from heart_attention.online.call import CallContext
+
+    x = torch.arange(10.0).view(1, 1, 10, 1).expand(2, 3, 10, 4)
+    kept = adjacent.video_tokens(CallContext(text=[Text(start=6, prompt=2, unused=2)] * 2), x)
+    assert kept[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5] and kept.shape == (1, 3, 6, 4)
+    assert adjacent.video_tokens(CallContext(), x).shape == (1, 3, 10, 4)
+
+
+def test_the_layer_of_a_figure_is_drawn_by_the_seed():
+    from heart_attention.evaluation.studies.common import draw_layer
+
+    drawn = [draw_layer(30, seed) for seed in range(20)]
+    assert drawn == [draw_layer(30, seed) for seed in range(20)] and len(set(drawn)) > 5 and max(drawn) < 30

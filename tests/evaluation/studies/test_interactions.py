@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
@@ -43,8 +44,9 @@ def test_orthogonal_errors_have_no_cosine_and_equal_ones_have_one():
 def test_the_study_writes_numbers_figure_and_paragraph(tmp_path):
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     pipe = wan_pipe(layers=1)
+    control = lambda: contextlib.nullcontext(wan_pipe(layers=1, seed=5))  # noqa: E731
     made = interactions.run(
-        pipe, wan_pipe(layers=1, seed=5), tmp_path, call=CALL, prompts=["a cat"], backbone=XAttention(4, 8), contexts=1,
+        pipe, control, tmp_path, call=CALL, prompts=["a cat"], backbone=XAttention(4, 8), contexts=1,
         orders=1, dense_steps=2,
     )  # fmt: skip
     assert made["trained"]["heads"] == [1, 2] and len(made["random"]["ratio"]) == 2

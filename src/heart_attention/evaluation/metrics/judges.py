@@ -1,123 +1,108 @@
 """VBench and VisionReward, which need environments of their own: videos and prompts out, their JSON back in.
 
-1. `export(rows, folder)` lays out one folder a method: `<prompt>-<seed>.mp4` as VBench wants it, and `prompts.json`.
-2. The user runs the judge there, in its own environment; `commands(...)` prints the lines to type.
-3. `read_vbench` and `read_visionreward` check the judge's JSON and make one score a method of it.
+1. `export(rows, folder)` lays out one folder a method: `<prompt>-<index>.mp4` as VBench wants it, `prompts.json`, and
+   beside them the script that runs VisionReward on such a folder.
+2. The user runs the judges there, each in its own environment; `commands(...)` gives the lines to type.
+3. `attach_scores` reads what the judges wrote into the rows of `results.json`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import re
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ...errors import HeartError
 from ...files import read_json, write_json
+from . import vbench
 
-# The paper's six dimensions: (lowest, highest, weight, kind), by VBench's published constants.
-DIMENSIONS = {
-    "subject_consistency": (0.1462, 1.0, 1.0, "quality"),
-    "motion_smoothness": (0.706, 0.9975, 1.0, "quality"),
-    "dynamic_degree": (0.0, 1.0, 0.5, "quality"),
-    "aesthetic_quality": (0.0, 1.0, 1.0, "quality"),
-    "imaging_quality": (0.0, 1.0, 1.0, "quality"),
-    "overall_consistency": (0.0, 0.364, 1.0, "semantic"),
-}
-KIND_WEIGHT = {"quality": 4.0, "semantic": 1.0}
+RUNNER = "visionreward_scores.py"
+LIMIT = 200  # characters of a file name that come from the prompt; file systems allow 255 bytes in all
 
 
-def safe_name(text: str, limit: int = 150) -> str:
-    """A prompt as part of a file name."""
-    return re.sub(r"[^\w ,.'-]", "_", text).strip()[:limit] or "empty"
+def safe_name(prompt: str) -> str:
+    """A prompt as part of a file name: itself where that can be, else shortened and marked by a hash of it."""
+    plain = re.sub(r"[^\w ,.'()-]", "_", prompt).strip()
+    if plain == prompt and len(prompt.encode()) <= LIMIT:
+        return prompt
+    short = plain.encode()[: LIMIT - 17].decode(errors="ignore")
+    return f"{short or 'prompt'} {hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
 
 
 def export(rows: list[dict], folder: str | Path) -> Path:
     """Copy the videos of result rows (each with method, prompt, seed, video) into the layout that judges read."""
     folder = Path(folder)
+    seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in rows}))}  # VBench counts from 0
     listing: dict[str, dict[str, str]] = {}
     for row in rows:
         source = Path(row["video"])
         if not source.is_file():
             raise HeartError(f"the video {str(source)!r} of method {row['method']!r} is gone: run the comparison again")
-        name = f"{safe_name(row['prompt'])}-{row['seed']}{source.suffix}"
+        name = f"{safe_name(row['prompt'])}-{seeds[row['seed']]}{source.suffix}"
         target = folder / row["method"] / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
         listing.setdefault(row["method"], {})[name] = row["prompt"]
     for method, prompts in listing.items():
         write_json(folder / method / "prompts.json", prompts)
+    shutil.copyfile(Path(__file__).with_name(RUNNER), folder / RUNNER)
     return folder
 
 
 def commands(folder: str | Path, method: str) -> list[str]:
     """What to type, each in the judge's own environment, to score one method's folder."""
-    path = Path(folder) / method
-    return [
-        f"vbench evaluate --videos_path {path} --dimension {' '.join(DIMENSIONS)} --mode custom_input"
-        f" --prompt_file {path / 'prompts.json'} --output_path {path / 'vbench'}",
-        f"python VisionReward_Video/inference-video.py --score --video_dir {path} --prompts {path / 'prompts.json'}"
-        f" > {path / 'visionreward.json'}",
-    ]
+    folder = Path(folder).resolve()
+    prompts = list(read_json(folder / method / "prompts.json").values())
+    runner, path = (shlex.quote(str(p)) for p in (folder / RUNNER, folder / method))
+    return [vbench.shell_line(folder / method, vbench.in_suite(prompts)), f"python {runner} {path}"]
 
 
-def _score(value, name: str, path: Path) -> float:
-    number = value[0] if isinstance(value, list) and value else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        raise HeartError(
-            f"{path}: dimension {name!r} has no finite score but {str(number)[:40]!r}: run VBench on it again"
-        )
-    return float(number)
-
-
-def vbench_total(scores: dict[str, float]) -> float:
-    """VBench's official weighting restricted to the paper's six dimensions, in 0..1."""
-    sums = {kind: [0.0, 0.0] for kind in KIND_WEIGHT}
-    for name, (low, high, weight, kind) in DIMENSIONS.items():
-        sums[kind][0] += weight * (scores[name] - low) / (high - low)
-        sums[kind][1] += weight
-    means = {kind: total / weight for kind, (total, weight) in sums.items()}
-    return sum(KIND_WEIGHT[kind] * means[kind] for kind in means) / sum(KIND_WEIGHT.values())
-
-
-def read_vbench(path: str | Path) -> dict[str, float]:
-    """VBench's `*_eval_results.json` as scores of the six dimensions and `total`."""
+def read_visionreward(path: str | Path) -> dict[str, float]:
+    """VisionReward's scores by file name; a list of {"video", "score"}, or an object of file name → score."""
     path = Path(path)
     data = read_json(path)
-    if not isinstance(data, dict):
-        raise HeartError(f"{path} is not a VBench result: expected an object with one entry a dimension")
-    missing = [name for name in DIMENSIONS if name not in data]
-    if missing:
-        raise HeartError(f"{path} lacks the VBench dimension {missing[0]!r}: evaluate all of {', '.join(DIMENSIONS)}")
-    scores = {name: _score(data[name], name, path) for name in DIMENSIONS}
-    return {**scores, "total": vbench_total(scores)}
-
-
-def read_visionreward(path: str | Path) -> float:
-    """Mean VisionReward score; accepts a list of {"video", "score"} or an object of file name → score."""
-    path = Path(path)
-    data = read_json(path)
-    values = (
-        [e.get("score") for e in data if isinstance(e, dict)]
-        if isinstance(data, list)
-        else list(getattr(data, "values", list)())
-    )
-    if not values:
+    pairs = _pairs(data)
+    if not pairs:
         raise HeartError(f"{path} holds no VisionReward scores: expected a list of objects with 'video' and 'score'")
-    return sum(_score(v, f"entry {i}", path) for i, v in enumerate(values)) / len(values)
+    return {name: vbench._score(value, name, path) for name, value in pairs}
+
+
+def _pairs(data: Any) -> list[tuple[str, Any]]:
+    if isinstance(data, dict):
+        return [(str(name), value) for name, value in data.items()]
+    entries = [e for e in data if isinstance(e, dict)] if isinstance(data, list) else []
+    return [(str(e.get("video")), e.get("score")) for e in entries]
 
 
 def attach_scores(results: dict, folder: str | Path) -> dict:
-    """Add `vbench` and `visionreward` to the rows of a results file from the judges' JSON below `folder`."""
+    """Add `vbench` (a method's score) and `visionreward` (each video's) to the rows from the judges' JSON in `folder`."""
     results = json.loads(json.dumps(results))
+    seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in results["rows"]}))}
     for method in {row["method"] for row in results["rows"]}:
-        found = sorted((Path(folder) / method).glob("vbench/*_eval_results.json"))
+        scores = vbench.read(Path(folder) / method / "vbench")
         reward = Path(folder) / method / "visionreward.json"
+        rewards = read_visionreward(reward) if reward.is_file() else {}
         for row in results["rows"]:
             if row["method"] == method:
-                row["vbench"] = read_vbench(found[-1])["total"] if found else None
-                row["visionreward"] = read_visionreward(reward) if reward.is_file() else None
+                name = f"{safe_name(row['prompt'])}-{seeds[row['seed']]}{Path(row['video']).suffix}"
+                row["vbench"] = scores["total"] if scores else None
+                row["vbench_dimensions"] = {k: v for k, v in (scores or {}).items() if k != "total"}
+                row["visionreward"] = rewards.get(name)
     if not any(row["vbench"] is not None or row["visionreward"] is not None for row in results["rows"]):
         raise HeartError(f"no judge's scores lie in {str(folder)!r}: run the commands that --judges prints first")
+    results["empty"] = _empty(results["rows"])
     return results
+
+
+def _empty(rows: list[dict]) -> dict[str, str]:
+    """Why a judge's cell is empty, by column."""
+    reasons = {}
+    for key, name in (("vbench", "VBench"), ("visionreward", "VisionReward")):
+        lacking = sorted({row["method"] for row in rows if row[key] is None})
+        if lacking:
+            reasons[key] = f"{name}: no scores for {', '.join(lacking)} (the judge has not been run there)."
+    return reasons

@@ -9,16 +9,33 @@ from typing import Any
 
 from ...errors import HeartError
 from ...files import read_json, write_atomic
-from .. import run
+from .. import results as files
+from .. import tables, timing
 from . import plots
 from .heads import view
 
-VIDEO_BUDGET = 6_500_000  # bytes of mp4 in the page: base64 makes it a third more, and the page stays under 10 MB
-PART_NAMES = ("drift", "prediction", "planning", "attention", "dense")
+BUDGET = (
+    6_500_000  # bytes of videos and strips in the page: base64 makes it a third more, and the page stays under 10 MB
+)
+PARTS = {
+    "drift": "deciding which masks are reused",
+    "prediction": "predicting masks",
+    "planning": "preparing masks for the kernel",
+    "attention": "sparse attention itself",
+    "dense": "attention of calls that ran dense",
+}
+PICTURES = (  # key, title, meaning, lowest, highest value
+    ("threshold", "Threshold τ", "share of attention mass that a head must keep", 0.5, 1.0),
+    ("density", "Density", "share of query–key pairs computed, mean over sparse steps", 0.0, 1.0),
+    ("refresh", "Refreshed", "share of sparse steps with a new mask; the others reuse one", 0.0, 1.0),
+)
 
 
-def _data_uri(path: Path) -> str:
-    return "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+def _data_uri(path: Path, kind: str) -> str:
+    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+# ---------------------------------------- videos
 
 
 def _cases(results: dict, folder: Path) -> tuple[list[dict], int]:
@@ -28,29 +45,35 @@ def _cases(results: dict, folder: Path) -> tuple[list[dict], int]:
         cases.setdefault((row["prompt"], row["seed"]), []).append(row)
     shown, spent, left_out = [], 0, 0
     for (prompt, seed), rows in cases.items():
-        paths = [folder / row["video"] for row in rows]
+        paths = [folder / row.get("video", "?") for row in rows]
         missing = [p for p in paths if not p.is_file()]
         if missing:
             raise HeartError(f"the video {str(missing[0])!r} is gone: run the comparison again")
         size = sum(p.stat().st_size for p in paths)
-        if shown and spent + size > VIDEO_BUDGET:
+        if shown and spent + size > BUDGET:
             left_out += 1
             continue
         spent += size
-        videos = [{"method": r["method"], "src": _data_uri(p), "note": _note(r)} for r, p in zip(rows, paths)]
-        shown.append({"prompt": prompt, "seed": seed, "videos": videos})
+        videos = [
+            {"method": r["method"], "src": _data_uri(p, "video/mp4"), "note": _note(r)} for r, p in zip(rows, paths)
+        ]
+        shown.append({"prompt": prompt, "seed": seed, "videos": videos, "strip": _strip(rows[0], folder)})
     return shown, left_out
 
 
+def _strip(row: dict, folder: Path) -> str | None:
+    path = folder / (row.get("strip") or "?")
+    return _data_uri(path, "image/png") if path.is_file() and path.stat().st_size < BUDGET // 8 else None
+
+
 def _note(row: dict) -> str:
-    if row.get("psnr") is None:
+    if row["method"] == "dense":
         return "the reference"
-    density = "all calls dense" if row["density"] is None else f"density {row['density']:.2f}"
-    return f"PSNR {row['psnr']:.1f} dB, {density}"
+    quality = f"PSNR {row['psnr']:.1f} dB, " if row.get("psnr") is not None else ""
+    return quality + ("all calls dense" if row["density"] is None else f"density {row['density']:.2f}")
 
 
-def _grid(values: Any) -> list[list[float | None]]:
-    return [[None if v is None else float(v) for v in row] for row in values]
+# ---------------------------------------- heads
 
 
 def _heads_section(method: str, stats: dict) -> dict | None:
@@ -59,13 +82,8 @@ def _heads_section(method: str, stats: dict) -> dict | None:
     if heads is None:
         return None
     maps = []
-    pictures = (
-        ("threshold", "Threshold τ", "share of attention mass that a head must keep", 0.5, 1.0),
-        ("density", "Density", "share of token pairs computed, mean over sparse steps", 0.0, 1.0),
-        ("refresh", "Refreshes", "share of sparse steps with a new mask", 0.0, 1.0),
-    )
-    for key, title, meaning, low, high in pictures:
-        values = _grid(heads[key])
+    for key, title, meaning, low, high in PICTURES:
+        values = [[None if v is None else float(v) for v in row] for row in heads[key]]
 
         def tip(layer: int, head: int, value: float | None, title: str = title) -> str:
             return f"layer {layer}, head {head}: {title} " + ("dense" if value is None else f"{value:.3f}")
@@ -77,77 +95,122 @@ def _heads_section(method: str, stats: dict) -> dict | None:
 
 
 def _sections(results: dict, folder: Path) -> list[dict]:
-    found = []
+    made = []
     for method in dict.fromkeys(r["method"] for r in results["rows"]):
         row = next(r for r in results["rows"] if r["method"] == method)
         path = folder / row.get("stats", "?")
-        if method != "dense" and path.is_file():
-            found.append(_heads_section(method, read_json(path)))
-    return [s for s in found if s]
+        if method == "dense" or not path.is_file():
+            continue
+        try:
+            made.append(_heads_section(method, read_json(path)))
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
+            raise HeartError(f"{path} is not a statistics file of HEART: run the comparison again") from None
+    return [s for s in made if s]
+
+
+# ---------------------------------------- figures
 
 
 def _headline(summary: list[dict]) -> str:
-    """One sentence computed from the table: speed and quality of each `+heart`, the closest to dense first."""
-    best = [e for e in summary if e["method"].endswith("+heart")] or [e for e in summary if e["method"] != "dense"]
+    """One sentence computed from the table: speed with its spread and quality of each calibrated method, nearest first."""
+    best = [
+        e for e in summary if e["method"].endswith(("+heart", "+joint")) or e["method"].partition("@")[0] == "heart"
+    ]
+    best = best or [e for e in summary if e["method"] != "dense"]
     if not best:
         return "Only dense attention was run."
+    best = [e for e in best if e.get("dense_share") != 1]  # what ran dense all the time is no method of its own
+    if not best:
+        return "Every attention call ran dense: sparsity does not pay at this size on this machine."
     best.sort(key=lambda e: -(e.get("psnr") or 0))
     return "; ".join(_verdict(e) for e in best[:3]) + "."
 
 
 def _verdict(e: dict) -> str:
-    speed = (
-        f"attention {e['attention_speedup']:.2f}× and the denoising model {e['total_speedup']:.2f}× as fast as dense"
+    speeds = " and ".join(
+        f"{what} {_speed(e, key)}" for what, key in (("attention", "attention"), ("the model", "total"))
     )
-    return f"{e['method']}: {speed}" + (f", at {e['psnr']:.1f} dB PSNR against it" if e.get("psnr") else "")
+    return f"{e['method']}: {speeds} as fast as dense" + (f", at {e['psnr']:.1f} dB PSNR" if e.get("psnr") else "")
+
+
+def _speed(e: dict, key: str) -> str:
+    low, high = e.get(f"{key}_speedup_ci") or (None, None)
+    spread = f" ({low:.2f}–{high:.2f})" if low is not None and high - low > 0.005 else ""
+    return f"{e[f'{key}_speedup']:.2f}×{spread}"
 
 
 def _scatter(summary: list[dict]) -> str | None:
     points = [
-        {"name": e["method"], "x": e["total_speedup"], "y": e["psnr"]} for e in summary if e.get("psnr") is not None
+        {"name": e["method"], "x": e["attention_speedup"], "y": e["psnr"]} for e in summary if e.get("psnr") is not None
     ]
-    return (
-        plots.scatter(points, "end-to-end speed-up over dense", "PSNR dB", "speed against quality") if points else None
-    )
+    label = "speed against quality"
+    return plots.scatter(points, "attention speed-up over dense", "PSNR dB", label) if points else None
 
 
 def _bars(summary: list[dict]) -> str:
-    rows = [(e["method"], [(p, e["parts_s"].get(p) or 0.0) for p in PART_NAMES]) for e in summary]
+    rows = [(e["method"], [(p, max(e["parts_s"].get(p) or 0.0, 0.0)) for p in PARTS]) for e in summary]
     return plots.stacked_bars(rows, "s", "attention time by part")
+
+
+def _interval_note(entry: dict) -> str:
+    count = f"{entry['n']} video{'s' if entry['n'] > 1 else ''}"
+    if entry["method"] == "dense":
+        return count
+    how = "over prompts and seeds" if entry["n"] > 1 else "over steps"
+    return f"{count}; 95 % intervals {how}: attention {_speed(entry, 'attention')}, end to end {_speed(entry, 'total')}"
+
+
+def _ran_dense(summary: list[dict]) -> list[dict]:
+    """What ran dense in the methods that are not dense, and why."""
+    return [
+        {"method": e["method"], "share": e.get("dense_share"), "reasons": e["dense_reasons"]}
+        for e in summary
+        if e["method"] != "dense" and e["dense_reasons"]
+    ]
+
+
+# ---------------------------------------- the page
 
 
 def context(folder: str | Path) -> dict[str, Any]:
     """Everything the template shows."""
     folder = Path(folder)
-    results = run.load_results(folder)
-    summary = run.summarise(results)
+    results = files.load(folder)
+    summary = tables.summarise(results)
     cases, left_out = _cases(results, folder)
-    head, body = run.cells(summary)
+    head, body = tables.cells(summary, results["conventions"])
+    plain, folded = _provenance(results["provenance"])
     return {
         "headline": _headline(summary),
+        "doubt": timing.verdict(results["rows"]),
         "cases": cases,
         "left_out": left_out,
         "head": head,
         "body": body,
+        "empty": [str(v) for v in (results.get("empty") or {}).values()]
+        if isinstance(results.get("empty"), dict)
+        else [],
         "intervals": [_interval_note(e) for e in summary],
-        "conventions": results.get("conventions", {}),
+        "conventions": results["conventions"],
         "scatter": _scatter(summary),
         "bars": _bars(summary),
-        "parts": PART_NAMES,
+        "parts": PARTS,
+        "ran_dense": _ran_dense(summary),
         "sections": _sections(results, folder),
-        "provenance": _flat(results["provenance"]),
+        "provenance": plain,
+        "folded": folded,
     }
 
 
-def _interval_note(entry: dict) -> str:
-    if entry["n"] < 2 or entry["method"] == "dense":
-        return f"{entry['n']} video(s)"
-    a, b = entry["attention_speedup_ci"], entry["total_speedup_ci"]
-    return f"{entry['n']} videos; 95 % intervals: attention {a[0]:.2f}–{a[1]:.2f}×, end to end {b[0]:.2f}–{b[1]:.2f}×"
-
-
-def _flat(provenance: dict) -> list[tuple[str, str]]:
-    return [(k, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for k, v in provenance.items()]
+def _provenance(facts: dict) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Short facts as they are, and long ones (configs) to be folded away."""
+    plain, folded = [], []
+    for name, value in facts.items():
+        if name == "configs" and isinstance(value, dict):
+            folded += [(str(k), json.dumps(v, ensure_ascii=False, indent=1)) for k, v in value.items()]
+        else:
+            plain.append((name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+    return plain, folded
 
 
 def build(folder: str | Path, out: str | Path | None = None) -> Path:

@@ -98,9 +98,19 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     return front[::-1]
 
 
+def _free_height(labels: Sequence[tuple[float, float]], x: float, y: float) -> float:
+    """Where a label can stand without lying on one of those that are there already."""
+    while any(abs(x - lx) < 150 and abs(y - ly) < 13 for lx, ly in labels):
+        y += 13
+    return y
+
+
 def scatter(points: Sequence[dict], x_name: str, y_name: str, label: str) -> str:
     """Speed against quality: `points` have name, x, y; the Pareto front is drawn through the unbeaten ones."""
-    width, height, left, bottom, top, right = 560.0, 320.0, 52.0, 44.0, 16.0, 24.0
+    width, height, left, bottom, top, right = 760.0, 380.0, 52.0, 44.0, 16.0, 24.0
+    points = [p for p in points if math.isfinite(p["x"]) and math.isfinite(p["y"])] or [
+        {"name": "", "x": 1.0, "y": 0.0}
+    ]
     xs, ys = [p["x"] for p in points], [p["y"] for p in points]
     pad_x, pad_y = (max(xs) - min(xs)) * 0.2 or 0.2, (max(ys) - min(ys)) * 0.25 or 0.5
     x0, x1, y0, y1 = min(xs) - pad_x, max(xs) + pad_x, min(ys) - pad_y, max(ys) + pad_y
@@ -121,13 +131,18 @@ def scatter(points: Sequence[dict], x_name: str, y_name: str, label: str) -> str
     front = [place(xs[i], ys[i]) for i in pareto(list(zip(xs, ys)))]
     if len(front) > 1:
         body.append('<polyline class="front" points="' + " ".join(f"{x:.1f},{y:.1f}" for x, y in front) + '"/>')
+    labels: list[tuple[float, float]] = []
     for p in points:
         px, py = place(p["x"], p["y"])
         tip = f"{p['name']}: {x_name} {p['x']:.2f}, {y_name} {p['y']:.2f}"
         css = "dot heart" if "+" in p["name"] else "dot"
         body.append(_mark("circle", tip, class_=css, tabindex="0", cx=f"{px:.1f}", cy=f"{py:.1f}", r=7))
         flip = px > width * 0.7
-        body.append(_text(px + (-11 if flip else 11), py + 4, p["name"], "end" if flip else "start", "label name"))
+        height_of_label = _free_height(labels, px, py + 4)
+        labels.append((px, height_of_label))
+        body.append(
+            _text(px + (-11 if flip else 11), height_of_label, p["name"], "end" if flip else "start", "label name")
+        )
     body.append(_text((left + width - right) / 2, height - 6, x_name))
     turned = f'transform="translate(13 {height / 2}) rotate(-90)" text-anchor="middle"'
     body.append(f'<text class="label" {turned}>{escape(y_name)}</text>')

@@ -1,8 +1,8 @@
 """Two denoising steps next to each other: how alike a head's masks are and how far its features moved.
 
 One pass over dense generations serves three studies: `iou` (the paper's Observation I), `drift` (its proxy) and
-`timesteps` (sparsity over steps). Token masks follow the paper's Eq. 1 on seeded query rows; block masks are
-XAttention's own.
+`timesteps` (sparsity over steps). Token masks follow the paper's Eq. 1 on seeded query rows; predicted masks are those of
+the paper's backbones, on the same rows.
 """
 
 from __future__ import annotations
@@ -11,36 +11,46 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...files import read_json, write_json
 from ...online.reuse import drift, features
+from ..watch import watch
 from . import common
 
 MASS = 0.95  # of a row's softmax mass, the paper's Eq. 1
 ROWS = 256  # seeded query rows a head
+ARRAYS = ("token_iou", "full_drift", "mean_drift")
 
 
 @dataclasses.dataclass
 class Table:
-    """Measurements of one model: arrays [prompt, step, layer, head]; step i is between steps i and i+1."""
+    """Measurements of one model: arrays [prompt, step, layer, head]; step i is between steps i and i+1.
+
+    `mask_iou` and `density` are by backbone; density is of the mask at each step and has one step more than the others.
+    """
 
     token_iou: np.ndarray
-    block_iou: np.ndarray
     full_drift: np.ndarray
     mean_drift: np.ndarray
-    density: np.ndarray  # of the block mask at each step, one more step than the others
+    mask_iou: dict[str, np.ndarray]
+    density: dict[str, np.ndarray]
 
     def to_dict(self) -> dict:
         """As nested lists."""
-        return {f.name: np.round(getattr(self, f.name), 6).tolist() for f in dataclasses.fields(self)}
+        plain = {name: np.round(getattr(self, name), 6).tolist() for name in ARRAYS}
+        for name in ("mask_iou", "density"):
+            plain[name] = {k: np.round(v, 6).tolist() for k, v in getattr(self, name).items()}
+        return plain
 
     @classmethod
     def from_dict(cls, data: dict) -> Table:
         """From what `to_dict` gave."""
-        return cls(**{f.name: np.asarray(data[f.name], float) for f in dataclasses.fields(cls)})
+        by_backbone = {n: {k: np.asarray(v, float) for k, v in data[n].items()} for n in ("mask_iou", "density")}
+        return cls(**{name: np.asarray(data[name], float) for name in ARRAYS}, **by_backbone)
 
 
 def minimal_set(weights: torch.Tensor, mass: float = MASS) -> torch.Tensor:
@@ -66,32 +76,39 @@ def iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class _Collector:
-    """Visits a generation and compares each step's masks and features with the step before."""
+    """Visits a generation and compares each step's masks and features with the step before; video tokens only."""
 
-    def __init__(self, backbone, threshold: float, seed: int) -> None:
-        self.backbone, self.threshold, self.seed = backbone, threshold, seed
+    def __init__(self, backbones: dict[str, Any], threshold: float, seed: int) -> None:
+        self.backbones, self.threshold, self.seed = backbones, threshold, seed
+        self.states: dict[tuple[str, int], Any] = {}
         self.last: dict[int, tuple] = {}
-        self.rows: dict[str, list] = {f.name: [] for f in dataclasses.fields(Table)}
         self.values: dict[tuple[str, int, int], np.ndarray] = {}
 
-    def __call__(self, call, q, k, v, out) -> None:
+    def __call__(self, call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """One attention call, q, k [B, H, N, D]; the first batch item is looked at."""
+        q, k = video_tokens(call, q), video_tokens(call, k)  # [1, H, video, D]
         generator = torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(q.shape[2], generator=generator)[: min(ROWS, q.shape[2])]
-        tokens = token_masks(q, k, chosen)
-        mask = self.backbone.predict(q, k, self.threshold)
-        blocks = mask.blocks[0]
-        pooled = features(q, k, "mean")
-        self._put("density", call, mask.density()[0])
+        rows = torch.randperm(q.shape[2], generator=generator)[:ROWS]
+        tokens, pooled = token_masks(q, k, rows), features(q.float(), k.float(), "mean")
+        masks = {name: self._predict(name, call, q, k, rows) for name in self.backbones}
         if call.layer in self.last:
-            old_tokens, old_blocks, old_pooled, old_q, old_k = self.last[call.layer]
+            old_tokens, old_masks, old_pooled, old_q, old_k = self.last[call.layer]
             self._put("token_iou", call, iou(old_tokens, tokens))
-            self._put("block_iou", call, iou(old_blocks, blocks))
+            for name, kept in masks.items():
+                self._put(f"mask_iou {name}", call, iou(old_masks[name], kept))
             self._put("mean_drift", call, drift(old_pooled, pooled)[0])
-            moved = (q - old_q).abs().sum(-1).mean(-1) + (k - old_k).abs().sum(-1).mean(-1)  # [B, H], the paper's Eq. 3
-            self._put("full_drift", call, moved[0])
-        self.last[call.layer] = (tokens, blocks, pooled, q.clone(), k.clone())
+            self._put("full_drift", call, full_drift(q, old_q) + full_drift(k, old_k))
+        self.last[call.layer] = (tokens, masks, pooled, q.clone(), k.clone())
 
-    def _put(self, name: str, call, value: torch.Tensor) -> None:
+    def _predict(self, name: str, call: Any, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a backbone's mask, bool [H, rows, video]; its memory goes on from step to step, as in inference."""
+        backbone = self.backbones[name]
+        state = self.states.setdefault((name, call.layer), backbone.new_state())
+        mask = backbone.predict(q, k, self.threshold, state, key=(call.layer, str(call.branch), 0))
+        self._put(f"density {name}", call, mask.density()[0])
+        return mask.dense_tokens()[0][:, rows]
+
+    def _put(self, name: str, call: Any, value: torch.Tensor) -> None:
         self.values[name, call.step, call.layer] = value.double().cpu().numpy()
 
     def array(self, name: str) -> np.ndarray:
@@ -101,22 +118,43 @@ class _Collector:
         return np.stack([np.stack([self.values[name, s, layer] for layer in layers]) for s in steps])
 
 
-def collect(pipe, backbone, call: dict, prompts: list[str], seed: int = 0, threshold: float = 0.9) -> Table:
+def video_tokens(call: Any, x: torch.Tensor) -> torch.Tensor:
+    """The video tokens of the first batch item, [1, H, video, D]: text and unused slots are left out."""
+    if not call.text:
+        return x[:1]
+    return x[:1, :, call.text[0].video_index(x.shape[2], x.device)]
+
+
+def full_drift(x: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of the L1 distance, in float32, [H]: half of the paper's Eq. 3."""
+    return (x.float() - old.float()).abs().sum(-1).mean(-1)[0]
+
+
+def collect(
+    pipe: Any, backbones: dict[str, Any], call: dict, prompts: list[str], seed: int = 0, threshold: float = 0.9
+) -> Table:
     """Dense generations of all prompts, measured."""
     parts = []
     for i, prompt in enumerate(prompts):
-        collector = _Collector(backbone, threshold, seed)
-        common.watch(pipe, call, prompt, seed + i, collector)
-        parts.append({f.name: collector.array(f.name) for f in dataclasses.fields(Table)})
-    return Table(**{f.name: np.stack([p[f.name] for p in parts]) for f in dataclasses.fields(Table)})
+        collector = _Collector(backbones, threshold, seed)
+        watch(pipe, collector, [prompt], seed + i, call)
+        parts.append(collector)
+
+    def stacked(name: str) -> np.ndarray:
+        return np.stack([part.array(name) for part in parts])
+
+    by_backbone = {n: {b: stacked(f"{n} {b}") for b in backbones} for n in ("mask_iou", "density")}
+    return Table(**{name: stacked(name) for name in ARRAYS}, **by_backbone)
 
 
-def cached(pipe, backbone, call: dict, prompts: list[str], folder: str | Path, name: str, seed: int = 0) -> Table:
-    """The same, taken from `folder` if it was measured there before with the same settings."""
-    key = json.dumps([call, prompts, seed, backbone.to_dict(), name], sort_keys=True, default=str)
+def cached(pipe: Any, call: dict, prompts: list[str], folder: str | Path, name: str, seed: int = 0) -> Table:
+    """The same with the paper's backbones, taken from `folder` if it was measured there with the same settings."""
+    backbones = common.backbones(pipe)
+    settings = {n: b.to_dict() for n, b in backbones.items()}
+    key = json.dumps([call, prompts, seed, settings, name, ROWS], sort_keys=True, default=str)
     path = Path(folder) / f"adjacent-{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if path.is_file():
         return Table.from_dict(read_json(path, limit=1 << 30))
-    table = collect(pipe, backbone, call, prompts, seed)
+    table = collect(pipe, backbones, call, prompts, seed)
     write_json(path, table.to_dict())
     return table

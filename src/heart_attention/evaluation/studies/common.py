@@ -1,4 +1,4 @@
-"""What all studies share: watching a dense generation, and writing numbers, figure and paragraph."""
+"""What all studies share: rank correlation, and writing numbers, figure and paragraph."""
 
 from __future__ import annotations
 
@@ -7,45 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...files import write_atomic, write_json
-from ...models.inspect import transformers_of
-from ...online.call import Handler
 
-Visit = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+PAPER_BACKBONES = ("xattention", "svg2")  # those that the paper studies
 
 
-class Watcher(Handler):
-    """A handler that lets every call run dense and shows one guidance branch of it to `visit`."""
+def backbones(pipe: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+    """The backbones of the presets for this model by name; those that the paper has unless others are named."""
+    from ...config import preset
 
-    def __init__(self, visit: Visit) -> None:
-        self.visit, self.branch = visit, None
-
-    def start_forward(self, call) -> None:
-        """Take the first branch seen as the one to watch (the conditional one in diffusers' pipelines)."""
-        self.branch = self.branch or call.branch
-
-    def attend(self, call, q, k, v, dense):
-        """Run dense, then let the visitor look at q, k, v and the output, all [B, H, N, D]."""
-        out = dense(q, k, v)
-        if call.branch == self.branch:
-            self.visit(call, q, k, v, out)
-        return out
+    found = {}
+    for name in names or PAPER_BACKBONES:
+        config = preset(name, pipe)
+        found[name] = Fitted(config.backbone) if config.scale_clusters else config.backbone
+    return found
 
 
-@torch.no_grad()
-def watch(pipe, call: dict, prompt: str, seed: int, visit: Visit) -> None:
-    """One dense generation, without decoding, in which `visit(where, q, k, v, out)` sees each attention call."""
-    from ...models.attachment import attach
+class Fitted:
+    """A backbone that fits its settings to the number of tokens it is given, as the engine does with `scale_clusters`."""
 
-    handler = Watcher(visit)
-    attachment = attach(transformers_of(pipe)[0], handler, scheduler=lambda: pipe.scheduler)
-    try:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        pipe(prompt, generator=generator, output_type="latent", **call)
-    finally:
-        attachment.detach()
+    def __init__(self, backbone: Any) -> None:
+        self.backbone = backbone
+
+    def predict(self, q: Any, *rest: Any, **more: Any) -> Any:
+        """The mask, with settings for this many tokens."""
+        return self.backbone.scaled_to(q.shape[2]).predict(q, *rest, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backbone, name)
+
+
+def draw_layer(layers: int, seed: int) -> int:
+    """The layer whose heads a figure shows: drawn, as in the paper, but by a seed."""
+    return int(np.random.default_rng(seed).integers(layers))
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -66,29 +67,36 @@ def measure(pipe, call: dict, prompts: list[str], size: float, names=("psnr", "s
     return totals
 
 
-def _paragraph(ours: dict, control: dict, size: float) -> str:
+def _paragraph(ours: dict, control: dict | None, size: float) -> str:
     order = sorted(BANDS, key=lambda b: ours[b]["psnr"])
     same = order == sorted(BANDS, key=lambda b: PAPER[b])
     verdict = (
         "the paper's order" if same else f"not the paper's order ({' < '.join(sorted(BANDS, key=lambda b: PAPER[b]))})"
     )
     listed = ", ".join(f"{b} {ours[b]['psnr']:.2f}" for b in BANDS)
-    random = ", ".join(f"{b} {control[b]['psnr']:.2f}" for b in BANDS)
-    return (
+    text = (
         f"Noise of {size:.0%} of the velocity's norm, put into one band at every step, leaves PSNR (dB) of {listed}; from most "
-        f"to least harmful: {' < '.join(order)}, {verdict}. Paper: {', '.join(f'{b} {v}' for b, v in PAPER.items())}. "
-        f"Random weights: {random}."
+        f"to least harmful: {' < '.join(order)}, {verdict}. Paper: {', '.join(f'{b} {v}' for b, v in PAPER.items())}."
     )
+    if control is None:
+        return text
+    listed = ", ".join(f"{b} {control[b]['psnr']:.2f}" for b in BANDS)
+    return f"{text} Random weights: {listed}."
 
 
-def run(pipe, control, call: dict, prompts: list[str], out, size: float = 0.1) -> dict:
+def run(pipe: Any, control: Any, call: dict, prompts: list[str], out: Any, size: float = 0.1, seed: int = 0) -> dict:
     """Numbers, figure and paragraph."""
-    ours, theirs = measure(pipe, call, prompts, size), measure(control, call, prompts[:1], size)
+    names = metrics.defaults()
+    ours, theirs = measure(pipe, call, prompts, size, names, seed), None
+    if control is not None:
+        with control() as other:
+            theirs = measure(other, call, prompts[:1], size, names, seed)
 
     def draw(plt):
         figure, axis = plt.subplots(figsize=(6, 4))
         axis.bar([i - 0.2 for i in range(4)], [ours[b]["psnr"] for b in BANDS], 0.4, label="trained")
-        axis.bar([i + 0.2 for i in range(4)], [theirs[b]["psnr"] for b in BANDS], 0.4, label="random weights")
+        if theirs:
+            axis.bar([i + 0.2 for i in range(4)], [theirs[b]["psnr"] for b in BANDS], 0.4, label="random weights")
         axis.plot(range(4), [PAPER[b] for b in BANDS], "k_", markersize=24, label="paper")
         axis.set(xticks=range(4), xticklabels=BANDS, ylabel="PSNR dB, higher is less harm")
         axis.legend()

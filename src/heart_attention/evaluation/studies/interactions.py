@@ -44,9 +44,11 @@ def run(
     config = preset("xattention", pipe)
     spec = Spec(backbone or config.backbone, (threshold,), config.order, scale_clusters=config.scale_clusters)
     numbers: dict[str, Any] = {"threshold": threshold, "backbone": spec.backbone.to_dict(), "call": call}
-    for name, model in (("trained", pipe), ("random", control)):
-        if model is not None:
-            numbers[name] = _measure(model, spec, call, prompts, contexts, orders, seed, dense_steps)
+    settings = (spec, call, prompts, contexts, orders, seed, dense_steps)
+    numbers["trained"] = _measure(pipe, *settings)
+    if control is not None:
+        with control() as other:
+            numbers["random"] = _measure(other, *settings)
     return save(out, "interactions", numbers, paragraph(numbers), lambda plt: _draw(plt, numbers))
 
 

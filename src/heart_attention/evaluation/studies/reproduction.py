@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from ...errors import HeartError
 from ...files import read_json, write_atomic
+from . import ABLATIONS, STUDIES
+from .common import PAPER_BACKBONES
 
-START, END = "<!-- figures: made by heart study all and heart ablate all -->", "<!-- /figures -->"
+STUDIES_MARKS = ("<!-- figures: made by heart study all -->", "<!-- /figures of studies -->")
+ABLATIONS_MARKS = ("<!-- figures: made by heart ablate all -->", "<!-- /figures of ablations -->")
 
 
 def _f(value, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+# Study, what is shown, the paper's value, where it lies in the finding ("*": once for every backbone), digits.
+ROWS = (
+    ("iou", "adjacent-step token IoU, mean", "figure", "token_iou_mean", 3),
+    ("iou", "… lowest head", "figure", "token_iou_head_min", 3),
+    ("iou", "… highest head", "figure", "token_iou_head_max", 3),
+    ("iou", "adjacent-step IoU of predicted masks, *", "not given", "mask_iou/*", 3),
+    ("drift", "Spearman, token IoU and full-token drift", "−0.791", "full", 3),
+    ("drift", "Spearman, token IoU and mean-pooled drift", "−0.757", "mean", 3),
+    ("drift", "… inside single heads, mean-pooled", "not given", "mean_within_head", 3),
+    ("timesteps", "swing of a head's sparsity over steps, mean, *", "figure", "*/swing_mean", 3),
+    ("response", "lowest sparsity of a head at τ=0.9, *", "figure", "*/sparsity_min", 3),
+    ("response", "highest sparsity of a head at τ=0.9, *", "figure", "*/sparsity_max", 3),
+    ("response", "velocity error, worst head / median head, *", "figure", "*/error_ratio_max_to_median", 1),
+)
+
+
 def _study_rows(found: dict[str, dict]) -> list[tuple[str, str, str, str, str]]:
     """(what, paper, ours, control, command) for each study that was run."""
     rows = []
-
-    def row(study: str, what: str, paper: str, key: str, digits: int = 3) -> None:
-        if study in found:
-            sides = [found[study][side] for side in ("trained", "control")]
-            rows.append((what, paper, *(_f(s[key], digits) for s in sides), f"heart study {study}"))
-
-    row("iou", "adjacent-step token IoU, mean", "figure", "token_iou_mean")
-    row("iou", "… lowest head", "figure", "token_iou_head_min")
-    row("iou", "… highest head", "figure", "token_iou_head_max")
-    row("iou", "adjacent-step block-mask IoU, mean", "not given", "block_iou_mean")
-    row("drift", "Spearman, token IoU and full-token drift", "−0.791", "full")
-    row("drift", "Spearman, token IoU and mean-pooled drift", "−0.757", "mean")
-    row("drift", "… inside single heads, mean-pooled", "not given", "mean_within_head")
-    row("timesteps", "swing of a head's sparsity over steps, mean", "figure", "swing_mean")
-    row("response", "lowest sparsity of a head at τ=0.9", "figure", "sparsity_min")
-    row("response", "highest sparsity of a head at τ=0.9", "figure", "sparsity_max")
-    row("response", "velocity error, worst head / median head", "figure", "error_ratio_max_to_median", 1)
+    for study, what, paper, path, digits in ROWS:
+        if study not in found:
+            continue
+        for backbone in PAPER_BACKBONES if "*" in path else ("",):
+            sides = [_at(found[study].get(side), path.replace("*", backbone)) for side in ("trained", "control")]
+            values = (_f(value, digits) for value in sides)
+            rows.append((what.replace("*", backbone), paper, *values, f"heart study {study}"))
     if "frequency" in found:
         for band, paper in found["frequency"]["paper"].items():
-            sides = [_f(found["frequency"][s][band]["psnr"], 2) for s in ("trained", "control")]
+            sides = [_f(_at(found["frequency"].get(s), f"{band}/psnr"), 2) for s in ("trained", "control")]
             rows.append((f"PSNR with noise in {band}, dB", f"{paper}", *sides, "heart study frequency"))
     return rows
+
+
+def _at(values: dict | None, path: str) -> float | None:
+    """What lies at a path of nested dicts; None if it is not there."""
+    here: Any = values
+    for name in path.split("/"):
+        here = here.get(name) if isinstance(here, dict) else None
+    return here
 
 
 def _table(rows: list[tuple[str, str, str, str, str]]) -> list[str]:
@@ -51,7 +70,7 @@ def _paragraphs(found: dict[str, dict]) -> list[str]:
 
 def _ablations(folder: Path) -> list[str]:
     lines = []
-    for name in ("components", "policy", "delta", "objective"):
+    for name in ABLATIONS:
         table, finding = folder / f"{name}.md", folder / f"{name}.finding.txt"
         if table.is_file():
             lines += [f"### {name}\n", table.read_text(), f"`heart ablate {name}`\n"]
@@ -59,16 +78,31 @@ def _ablations(folder: Path) -> list[str]:
     return lines
 
 
-def fill(page: str | Path, studies: str | Path, ablations: str | Path) -> Path:
-    """Rewrite the part of the page between its marks from what lies in the two results folders."""
-    page, studies = Path(page), Path(studies)
-    names = ("iou", "drift", "timesteps", "response", "frequency", "interactions")
-    found = {n: read_json(studies / f"{n}.json") for n in names if (studies / f"{n}.json").is_file()}
-    body = ["## Observations\n", *_table(_study_rows(found)), "", *_paragraphs(found)]
-    tables = _ablations(Path(ablations))
-    if tables:
-        body += ["## Ablations\n", *tables]
+def fill(page: str | Path, studies: str | Path | None = None, ablations: str | Path | None = None) -> Path:
+    """Rewrite the parts of the page between its marks for which a folder is given and has data; the rest stays."""
+    page = Path(page)
     text = page.read_text()
-    before, _, rest = text.partition(START)
-    after = rest.partition(END)[2]
-    return write_atomic(page, f"{before}{START}\n\n" + "\n".join(body) + f"\n{END}{after}")
+    if studies is not None:
+        found = _findings(Path(studies))
+        body = ["## Observations\n", *_table(_study_rows(found)), "", *_paragraphs(found)] if found else []
+        text = _between(text, STUDIES_MARKS, body)
+    if ablations is not None:
+        lines = _ablations(Path(ablations))
+        text = _between(text, ABLATIONS_MARKS, ["## Ablations\n", *lines] if lines else [])
+    return write_atomic(page, text)
+
+
+def _findings(folder: Path) -> dict[str, dict]:
+    """What each study found, as far as it was run."""
+    return {n: read_json(folder / f"{n}.json") for n in STUDIES if (folder / f"{n}.json").is_file()}
+
+
+def _between(text: str, marks: tuple[str, str], body: list[str]) -> str:
+    """The text with what stands between two marks replaced; unchanged if there is nothing to put there."""
+    start, end = marks
+    if not body:
+        return text
+    if start not in text or end not in text:
+        raise HeartError(f"the page has no lines {start!r} and {end!r}: put them where the figures shall stand")
+    before, _, rest = text.partition(start)
+    return f"{before}{start}\n\n" + "\n".join(body) + f"\n{end}{rest.partition(end)[2]}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from .common import save
+from . import common
 
 TAUS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 
@@ -16,66 +19,83 @@ def measure(pipe, backbone, call: dict, prompts: list[str], steps: list[int], se
     from ...calibration.measure.replay import Replay
     from ...calibration.measure.trajectory import record
     from ...calibration.measure.velocity_error import by_name
-    from ...models.inspect import transformers_of
+    from ...models.inspect import layers_and_heads, transformers_of
 
     names = {"attention": [], "error": [], "sparsity": []}
     spec, measure_error = Spec(backbone, tuple(taus)), by_name("spectral")
-    with Replay(transformers_of(pipe)[0], scheduler=pipe.scheduler) as replay:
+    transformer = transformers_of(pipe)[0]
+    heads = layers_and_heads(transformer)[1]
+    with Replay(transformer, scheduler=pipe.scheduler) as replay:
         for i, prompt in enumerate(prompts):
             contexts: list = []
             record(pipe, replay, i, prompt, steps, call, seed, contexts.append)
             for context in contexts:
-                wanted = {layer: range(_heads(replay)) for layer in range(len(replay.layers))}
+                wanted = {layer: range(heads) for layer in range(len(replay.layers))}
                 found = dict(probe(replay, context.conditional(), wanted, spec, measure_error, null=False))
                 for name, values in names.items():
-                    values.append([[found[lay]["heads"][str(h)][name] for h in heads] for lay, heads in wanted.items()])
+                    values.append([[found[lay]["heads"][str(h)][name] for h in some] for lay, some in wanted.items()])
     return {name: np.mean(values, axis=0) for name, values in names.items()}
-
-
-def _heads(replay) -> int:
-    module = replay.layers[0].module
-    return int(getattr(module, "heads", None) or module.num_heads)
 
 
 def _summary(found: dict) -> dict:
     at = TAUS.index(0.9)
     error, sparsity, local = (found[k][..., at].ravel() for k in ("error", "sparsity", "attention"))
     positive = error[error > 0]
-    from .common import spearman
-
     return {
         "error_ratio_max_to_median": float(positive.max() / np.median(positive)) if positive.size else 0.0,
         "sparsity_min": float(sparsity.min()),
         "sparsity_max": float(sparsity.max()),
-        "rank_agreement_local_velocity": spearman(local, error),
+        "rank_agreement_local_velocity": common.spearman(local, error),
         **{k: np.round(v, 12).tolist() for k, v in found.items()},
     }
 
 
-def _paragraph(ours: dict, control: dict) -> str:
+def _paragraph(name: str, ours: dict, control: dict | None) -> str:
+    text = (
+        f"{name}: at the same threshold of 0.9, heads reach sparsities from {ours['sparsity_min']:.3f} to "
+        f"{ours['sparsity_max']:.3f} and the worst head's velocity error is {ours['error_ratio_max_to_median']:.1f} times the "
+        f"median's: one threshold puts heads into different regimes. Ranking heads by their own output's error agrees with "
+        f"ranking by velocity error only to Spearman {ours['rank_agreement_local_velocity']:.2f}."
+    )
+    if control is None:
+        return text
     return (
-        f"At the same threshold of 0.9, heads reach sparsities from {ours['sparsity_min']:.3f} to {ours['sparsity_max']:.3f} "
-        f"and the worst head's velocity error is {ours['error_ratio_max_to_median']:.1f} times the median's: one threshold "
-        f"puts heads into different regimes. Ranking heads by their own output's error agrees with ranking by velocity error "
-        f"only to Spearman {ours['rank_agreement_local_velocity']:.2f}. Random weights: sparsities from "
-        f"{control['sparsity_min']:.3f} to {control['sparsity_max']:.3f}, worst to median "
+        f"{text} Random weights: sparsities from {control['sparsity_min']:.3f} to {control['sparsity_max']:.3f}, worst to median "
         f"{control['error_ratio_max_to_median']:.1f}, rank agreement {control['rank_agreement_local_velocity']:.2f}."
     )
 
 
-def run(pipe, control, backbone, call: dict, prompts: list[str], out, steps: list[int]) -> dict:
-    """Numbers, figure and paragraph."""
-    raw = measure(pipe, backbone, call, prompts, steps)
-    ours = _summary(raw)
-    theirs = _summary(measure(control, backbone, call, prompts[:1], steps[:1]))
+def run(
+    pipe: Any,
+    control: Any,
+    call: dict,
+    prompts: list[str],
+    out: Any,
+    steps: list[int],
+    seed: int = 0,
+    names: Sequence[str] = (),
+) -> dict:
+    """Numbers, figure and paragraph, for every backbone that the paper has (or those of these names)."""
+    raw = {
+        n: measure(pipe, backbone, call, prompts, steps, seed) for n, backbone in common.backbones(pipe, names).items()
+    }
+    ours, theirs = {n: _summary(values) for n, values in raw.items()}, None
+    if control is not None:
+        with control() as other:
+            chosen = common.backbones(other, names).items()
+            theirs = {n: _summary(measure(other, b, call, prompts[:1], steps[:1], seed)) for n, b in chosen}
+    text = " ".join(_paragraph(n, values, theirs and theirs[n]) for n, values in ours.items())
+    numbers = {"taus": TAUS, "trained": ours, "control": theirs}
+    return common.save(out, "response", numbers, text, lambda plt: _draw(plt, raw))
 
-    def draw(plt):
-        figure, axes = plt.subplots(1, 3, figsize=(15, 4))
-        titles = (("attention", "attention-output error"), ("error", "velocity error"), ("sparsity", "sparsity"))
-        for axis, (name, title) in zip(axes, titles):
-            for curve in raw[name].reshape(-1, len(TAUS)):
+
+def _draw(plt: Any, raw: dict[str, dict]) -> Any:
+    figure, axes = plt.subplots(len(raw), 3, figsize=(15, 4 * len(raw)), squeeze=False)
+    titles = (("attention", "attention-output error"), ("error", "velocity error"), ("sparsity", "sparsity"))
+    for row, (backbone, values) in zip(axes, raw.items()):
+        for axis, (name, title) in zip(row, titles):
+            for curve in values[name].reshape(-1, len(TAUS)):
                 axis.plot(TAUS, np.maximum(curve, 1e-12) if name != "sparsity" else curve, lw=0.8)
-            axis.set(xlabel="threshold", title=title, yscale="linear" if name == "sparsity" else "log")
-        return figure
-
-    return save(out, "response", {"taus": TAUS, "trained": ours, "control": theirs}, _paragraph(ours, theirs), draw)
+            scale = "linear" if name == "sparsity" else "log"
+            axis.set(xlabel="threshold", title=f"{backbone}: {title}", yscale=scale)
+    return figure

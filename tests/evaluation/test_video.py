@@ -45,3 +45,37 @@ def test_float_frames_and_bad_files(tmp_path):
     (tmp_path / "bad.mp4").write_bytes(b"not a video")
     with pytest.raises(HeartError, match="cannot be read|holds no frames"):
         video.read(tmp_path / "bad.mp4")
+
+
+def test_a_failing_encoder_leaves_nothing_behind(tmp_path, monkeypatch):
+    import imageio_ffmpeg
+
+    fake = tmp_path / "ffmpeg"
+    lines = [
+        "#!/bin/sh",
+        "cat > /dev/null",
+        "for last; do :; done",
+        'echo half > "$last"',
+        "echo No space left on device >&2",
+        "exit 1",
+    ]
+    fake.write_text("\n".join(lines))
+    fake.chmod(0o755)
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(fake))
+    with pytest.raises(HeartError, match="No space left on device"):
+        video.write_mp4(tmp_path / "o" / "a.mp4", clip(0))
+    assert list((tmp_path / "o").iterdir()) == []
+
+
+def test_a_video_with_too_few_frames_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "count_frames", lambda path: 3)
+    with pytest.raises(HeartError, match="would hold 3 of 5 frames"):
+        video.write_lossless(tmp_path / "a.mkv", clip(0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_frames_are_counted(tmp_path):
+    path = video.write_lossless(tmp_path / "a.mkv", clip(0))
+    assert video.count_frames(path) == 5
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert video.count_frames(path) < 5

@@ -1,0 +1,95 @@
+"""`heart.compare`: methods side by side on one pipeline, with tables and videos in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import HeartError
+from . import methods as names_of_methods
+from . import metrics, pipelines, tables
+from .run import Setting, run
+
+
+def compare(
+    pipe: Any,
+    methods: Sequence[str] = names_of_methods.DEFAULT,
+    prompts: Sequence[str] | None = None,
+    out: str | Path = "runs/compare",
+    *,
+    seeds: Sequence[int] = (0,),
+    call: dict[str, Any] | None = None,
+    metrics: Sequence[str] | None = None,
+    calibrations: Sequence[str] = (),
+    force_sparse: bool = False,
+    model: str | None = None,
+    fps: int | None = None,
+    in_turns: bool | None = None,
+    progress: Callable[[str, int], Any] | None = None,
+) -> dict[str, Any]:
+    """Run methods on prompts and seeds, measure them against dense attention, and write results and tables.
+
+    Args:
+        pipe: a diffusers video pipeline.
+        methods: names such as "xattention", "xattention+heart", "svg2+joint"; dense, the reference, is always the first.
+        prompts: texts; None: the embedded model's own, where `pipe` is that.
+        out: folder of records, videos, `results.json` and tables; a second call with it makes only what is missing.
+        seeds: of the starting noise; every prompt runs with each.
+        call: arguments of the pipeline's call (height, num_inference_steps, …); None: the model's native ones.
+        metrics: names of metrics against dense; None: PSNR, SSIM, and LPIPS where its weights are at hand.
+        calibrations: files for the methods with +ebc, +heart or +joint; the embedded model brings its own.
+        force_sparse: every method runs sparse even where dense would be quicker.
+        model: name to record; None: what the pipeline was loaded from.
+        fps: frames a second of the videos; None: the model's own.
+        in_turns: methods take turns step by step, so that a busy moment meets all; None: so on a CPU.
+        progress: called as `progress(method, steps)` while generations go on.
+
+    Returns:
+        What `results.json` holds: schema, provenance, conventions of the metrics, one row a generation.
+    """
+    model = model or pipelines.name_of(pipe)
+    sorted_ = names_of_methods.sort_calibrations(calibrations)
+    wanted = [names_of_methods.DENSE, *(m for m in methods if m != names_of_methods.DENSE)]
+    names_of_methods.check(wanted, sorted_, model)
+    chosen = build_methods(wanted, pipe, model, sorted_, force_sparse)
+    setting = Setting(
+        model,
+        dict(call) if call is not None else pipelines.call_arguments(model, pipe),
+        check_metrics(metrics),
+        fps or pipelines.frame_rate(pipe),
+        in_turns,
+    )
+    made = run(pipe, chosen, _prompts(prompts, model), list(seeds), setting, out, progress)
+    tables.write_tables(made, out)
+    return made
+
+
+def build_methods(
+    wanted: Sequence[str],
+    pipe: Any,
+    model: str,
+    calibrations: names_of_methods.Calibrations,
+    force_sparse: bool = False,
+) -> list[names_of_methods.Method]:
+    """The methods of these names; `force_sparse` for all of them or for none."""
+    changes = {"force_sparse": True} if force_sparse else {}
+    return [
+        names_of_methods.build(n, pipe, model, calibrations, **({} if n == names_of_methods.DENSE else changes))
+        for n in wanted
+    ]
+
+
+def check_metrics(wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Full names of the metrics; None: the default ones."""
+    return metrics.defaults() if wanted is None else metrics.check(wanted)
+
+
+def _prompts(prompts: Sequence[str] | None, model: str) -> list[str]:
+    if prompts:
+        return list(prompts)
+    if model not in pipelines.TINY:
+        raise HeartError(f"no prompts for model {model!r}: give some, as a list of texts")
+    from .. import tiny
+
+    return tiny.prompts("demo")[:8]

@@ -1,0 +1,143 @@
+"""Results folders: `results.json` with where its figures come from, checked by type and range when it is read back."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import HeartError
+from ..files import read_json, write_json
+
+SCHEMA = "heart-results/1"
+FILE = "results.json"
+LONGEST = 100_000  # characters of a prompt or path
+LARGEST = 1e9  # no figure of a row comes near it
+# Of a row: what must be there to be shown, and of what kind; None where a figure does not exist (density of dense).
+_NEEDED = {
+    "method": str,
+    "prompt": str,
+    "seed": int,
+    "attention_s": float,
+    "total_s": float,
+    "density": float,
+    "refresh_rate": float,
+}
+_OPTIONAL = {
+    "wall_s": float,
+    "dense_share": float,
+    "cost": float,
+    "spread": float,
+    "waited": float,
+    "kernel": str,
+    "video": str,
+    "lossless": str,
+    "stats": str,
+    "strip": str,
+    "parts_s": dict,
+    "reference_s": dict,
+    "dense_reasons": dict,
+    "steps_s": list,
+    "reference_steps_s": list,
+    "vbench_dimensions": dict,
+}
+_MAY_BE_NONE = ("density", "refresh_rate", "dense_share", "cost", "spread", "waited", "strip")
+_FILES = ("video", "lossless", "stats", "strip")  # paths below the folder
+
+
+def provenance(pipe: Any = None, **more: Any) -> dict[str, Any]:
+    """Machine, versions and whatever else says where a figure comes from."""
+    import diffusers
+    import torch
+
+    facts = {
+        "heart": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "machine": f"{platform.machine()} {_cpu_name()}".strip(),
+        "threads": torch.get_num_threads(),
+        "device": str(getattr(pipe, "_execution_device", "cpu")),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return {**facts, **more}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def save(results: dict, folder: str | Path) -> Path:
+    """Write a results folder's file."""
+    return write_json(Path(folder) / FILE, results)
+
+
+def load(folder: str | Path) -> dict:
+    """Read and check a results folder: schema, every row's fields by type and range, paths that stay inside it."""
+    path = Path(folder) / FILE
+    results = read_json(path)
+    if not isinstance(results, dict) or results.get("schema") != SCHEMA or not isinstance(results.get("rows"), list):
+        raise HeartError(f"{path} is not of schema {SCHEMA!r}: make it again with `heart compare`")
+    whole = all(isinstance(row, dict) and row.keys() >= _NEEDED.keys() for row in results["rows"])
+    if not whole or not results["rows"] or not isinstance(results.get("provenance"), dict):
+        raise HeartError(f"{path} has no rows or incomplete ones: make it again with `heart compare`")
+    _check_conventions(results, path)
+    for i, row in enumerate(results["rows"]):
+        _check_row(row, i, results["conventions"], path, Path(folder))
+    return results
+
+
+def _check_conventions(results: dict, path: Path) -> None:
+    texts = results.setdefault("conventions", {})
+    if not isinstance(texts, dict) or not all(isinstance(v, str) for v in texts.values()):
+        raise HeartError(f"{path}: the conventions are not texts by metric: make it again with `heart compare`")
+
+
+def _check_row(row: dict, index: int, conventions: dict, path: Path, folder: Path) -> None:
+    kinds = {**_NEEDED, **_OPTIONAL, **dict.fromkeys(("vbench", "visionreward", *conventions), float)}
+    for name, value in row.items():
+        empty = value is None and (name in _MAY_BE_NONE or name in conventions or name in ("vbench", "visionreward"))
+        if name in kinds and not empty and not _is(value, kinds[name]):
+            raise HeartError(f"{path}, row {index}: {name} is {_short(value)}: make it again with `heart compare`")
+    for name in ("attention_s", "total_s", "wall_s"):
+        if row.get(name, 0.0) < 0:
+            raise HeartError(f"{path}, row {index}: {name} is {row[name]}, below 0: make it again with `heart compare`")
+    for name in _FILES:
+        if row.get(name) is not None and not inside(folder, row[name]):
+            raise HeartError(f"{path}, row {index}: {name} is {_short(row[name])}, outside the folder: it is not used")
+
+
+def inside(folder: Path, name: str) -> bool:
+    """Whether a file named in a results folder lies in it, symbolic links followed."""
+    try:
+        return "\0" not in name and (folder / name).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether a JSON value is of the kind a field has: numbers finite, containers of such numbers or texts."""
+    if kind is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value) and abs(value) <= LARGEST
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 1 << 64
+    if kind is dict:
+        return isinstance(value, dict) and all(v is None or _is(v, float) for v in value.values())
+    if kind is list:
+        return isinstance(value, list) and all(_is(v, float) for v in value)
+    return isinstance(value, kind) and len(value) <= LONGEST
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,89 @@
+"""Turns, times of forwards, and the verdict on a busy machine."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from heart_attention.evaluation import timing
+
+
+def test_jobs_take_turns_and_only_one_runs_at_a_time():
+    seen = []
+
+    def job(name, turns):
+        def work(pause):
+            for i in range(turns):
+                seen.append((name, i))
+                pause()
+            return name
+
+        return work
+
+    assert timing.in_turns([job("a", 3), job("b", 1), job("c", 2)]) == ["a", "b", "c"]
+    assert seen == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("c", 1), ("a", 2)]
+
+
+def test_an_error_ends_all_jobs_and_is_raised():
+    closed = []
+
+    def endless(pause):
+        try:
+            while True:
+                pause()
+        finally:
+            closed.append(True)
+
+    def failing(pause):
+        pause()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        timing.in_turns([endless, failing, endless])
+    assert closed == [True, True]
+
+
+def test_forwards_are_timed_by_step_and_pauses_are_not():
+    module = torch.nn.Linear(2, 2)
+    timer = timing.ForwardTimer([module])
+    module(torch.zeros(1, 2))
+    timer.step += 1
+    module(torch.zeros(1, 2))
+    timer.paused = True
+    module(torch.zeros(1, 2))
+    steps = timer.close()
+    assert len(steps) == 2 and all(s > 0 for s in steps) and not module._forward_hooks
+
+
+def test_spread_and_interval():
+    assert timing.spread([9.0, 1.0, 1.0, 1.0, 1.0]) == 0.0  # the first step is not counted
+    assert timing.spread([1.0, 1.0, 2.0, 1.0, 2.0, 2.0, 1.0]) > 0.5
+    assert timing.spread([1.0, 1.0]) is None
+    assert timing.step_interval([2.0] * 6, [1.0] * 6) == pytest.approx(0.0, abs=1e-12)
+    assert timing.step_interval([2.0, 2.5, 1.5, 2.0], [1.0] * 4) > 0.1
+
+
+def test_the_verdict_names_what_was_seen():
+    assert timing.verdict([{"spread": 0.05, "waited": 0.01}, {"spread": None}]) == ""
+    told = timing.verdict([{"spread": 0.6, "waited": 0.3}])
+    assert "times cannot be trusted" in told and "60%" in told and "30%" in told
+
+
+@pytest.mark.skipif(timing.cpu_wait() is None, reason="the kernel does not tell how long threads waited")
+def test_a_neighbour_on_every_core_shows_as_waiting():
+    import os
+
+    spin = "import time\nend = time.time() + 3\nwhile time.time() < end: pass"
+    neighbours = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        time.sleep(0.3)
+        before, end = timing.cpu_wait(), time.perf_counter() + 1.0
+        while time.perf_counter() < end:
+            pass
+        assert timing.waited_share(before, timing.cpu_wait()) > timing.WAITED
+    finally:
+        for one in neighbours:
+            one.kill()
+            one.wait()
