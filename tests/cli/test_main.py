@@ -69,7 +69,7 @@ CALIBRATION = str(Path(tiny.path()).parent / "calibrations" / "xattention.heart.
     (["project", "--prediction-share", "-1"], "prediction share"),
     (["show", "folder"], "there is no file"),
     (["show", CALIBRATION, "--export", "csv", "--out", "folder"], "is a folder"),
-    (["solve", CALIBRATION, "--budget", "much"], "shared=τ, sparsity=S or threshold=τ"),
+    (["solve", CALIBRATION, "--budget", "much"], "is not shared=τ, sparsity=S"),
     (["compare", "--prompts", "latin.txt"], "UTF-8"),
     (["compare", "--limit", "0"], "must be 1 or more"),
     (["compare", "--seeds", ","], "numbers separated by commas"),

@@ -49,8 +49,8 @@ def test_a_calibration_brings_its_whole_operating_point(tiny_pipe, tmp_path):
     from dataclasses import replace
 
     made = Calibration.load(JOINT)
-    other = replace(made, settings={**made.settings, "order": "tiles", "dense_steps": 3},
-                    backbone={**made.backbone, "stride": 4})  # fmt: skip
+    settings = {**made.settings, "order": "tiles", "dense_steps": 3}
+    other = replace(made, points=None, choice=None, settings=settings, backbone={**made.backbone, "stride": 4})
     files = methods.sort_calibrations([str(other.save(tmp_path / "o.heart.json"))])
     config = methods.build("xattention+joint", tiny_pipe, "tiny", files).config
     assert (config.order, config.dense_steps, config.backbone.stride) == ("tiles", 3, 4)

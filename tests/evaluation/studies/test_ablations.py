@@ -1,5 +1,6 @@
 """Ablation tables: matched policies, and a whole small run."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_objective_weighs_stored_bands_anew(bench, monkeypatch, tmp_path):
 
     def measured(bench, error, path):
         calls.append(error)
-        made.__class__(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "bands": bands}).save(path)
+        dataclasses.replace(made, bands=bands).save(path)
 
     monkeypatch.setattr(ablations, "_calibrate", measured)
     files = ablations.make_objectives(bench)
