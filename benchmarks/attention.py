@@ -303,7 +303,7 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         density = f"density {row.density:.3f}" if row.density else ""
         print(f"  {row.case:<62}{density:<16}{row.value:>7.3f} {row.unit}")
-    values = [row.value for row in rows]
+    values = [row.value for row in rows if row.unit == rows[0].unit]
     if len(values) > 2:
         print(f"  worst {min(values):.3f}, median {statistics.median(values):.3f}, best {max(values):.3f}", flush=True)
 

@@ -1,5 +1,6 @@
 """The adapter to flashinfer, against a stand-in that checks what its wrappers are given and computes with fp32."""
 
+import math
 import types
 from typing import ClassVar
 
@@ -12,9 +13,10 @@ from heart_attention.masks import BlockMask, ClusterMask
 
 
 def attend(q, k, v, mask, scale):
-    """softmax over the mask, fp32; q [Nq, D], mask [Nq, Nk]."""
+    """Softmax over the mask, fp32, and its log-sums to base 2; q [Nq, D], mask [Nq, Nk]. Without keys: rubbish."""
     logits = (q.float() @ k.float().T * scale).masked_fill(~mask, -torch.inf)
-    return logits.softmax(-1) @ v.float()
+    lse = (logits.logsumexp(-1) / math.log(2)).masked_fill(~mask.any(-1), -5e4)
+    return (logits.softmax(-1) @ v.float()).nan_to_num(7.0), lse
 
 
 class Variable:
@@ -52,7 +54,9 @@ class Variable:
     def run(self, q, k, v, out=None, lse=None, return_lse=False):
         assert q.shape[0] == len(self.mask) and q.shape[2] == self.head_dim and q.ndim == 3
         assert (q.dtype, k.dtype) == self.dtypes
-        return torch.stack([attend(*x, self.scale) for x in zip(q, k, v, self.mask)]).to(q.dtype)
+        outs, sums = zip(*(attend(*x, self.scale) for x in zip(q, k, v, self.mask)))
+        out = torch.stack(outs).to(q.dtype)
+        return (out, torch.stack(sums)) if return_lse else out
 
 
 class Shared:
@@ -76,10 +80,12 @@ class Shared:
         self.mask = blocks.repeat_interleave(R, 0).repeat_interleave(C, 1)
         self.heads, self.scale = num_qo_heads, sm_scale
 
-    def run(self, q, k, v):
+    def run(self, q, k, v, return_lse=False):
         assert q.shape[1] == self.heads and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-        heads = (attend(q[:, h], k[:, h], v[:, h], self.mask, self.scale) for h in range(self.heads))
-        return torch.stack(list(heads), 1).to(q.dtype)
+        heads = range(self.heads)
+        outs, sums = zip(*(attend(q[:, h], k[:, h], v[:, h], self.mask, self.scale) for h in heads))
+        out = torch.stack(outs, 1).to(q.dtype)
+        return (out, torch.stack(sums, 1)) if return_lse else out
 
 
 @pytest.fixture(autouse=True)
@@ -100,17 +106,31 @@ def qkv(gen, n, heads=2, batch=2, dtype=torch.float16, d=64):
     return [torch.randn(batch, n, heads, d, generator=gen).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
-def random_blocks(gen, n, block, heads=2, batch=2, **more):
-    m = -(-n // block)
-    blocks = torch.rand(batch, heads, m, m, generator=gen) < 0.4
+def random_blocks(gen, n, block, heads=2, batch=2, block_k=None, **more):
+    m, m_k = -(-n // block), -(-n // (block_k or block))
+    blocks = torch.rand(batch, heads, m, m_k, generator=gen) < 0.4
     blocks[..., 0] = True
-    return BlockMask(blocks, block, n, n, **more)
+    return BlockMask(blocks, block, n, n, block_k=block_k, **more)
 
 
 def compare(mask, q, k, v, scale=None):
-    plan = flashinfer.KERNEL.plan(mask)
-    got = flashinfer.KERNEL.run(plan, q, k, v, scale=scale)
-    want = eager.KERNEL.run(eager.KERNEL.plan(mask), q, k, v, scale=scale)
+    means(mask, q, k, v, scale)
+    Variable.made, Shared.made = [], []
+    return agree(mask, q, k, v, scale, "drop")
+
+
+def means(mask, q, k, v, scale):
+    """The same mask with the rest, and one that leaves out much more, whole rows too."""
+    agree(mask, q, k, v, scale, "mean")
+    agree(mask.with_flags(mask.flags & (torch.rand(mask.flags.shape[2:]) < 0.3)), q, k, v, scale, "mean")
+
+
+def agree(mask, q, k, v, scale, rest):
+    plan = flashinfer.KERNEL.plan(mask, rest)
+    found, wanted = torch.empty(mask.shape), torch.empty(mask.shape)
+    got = flashinfer.KERNEL.run(plan, q, k, v, scale=scale, mass=found)
+    want = eager.KERNEL.run(eager.KERNEL.plan(mask, rest), q, k, v, scale=scale, mass=wanted)
+    assert (found - wanted).abs().max() <= 1e-5
     assert got.dtype == q.dtype and got.shape == q.shape
     tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}[q.dtype]  # one rounding of values around 1
     assert (got.float() - want.float()).abs().max() <= tolerance
@@ -144,10 +164,15 @@ def test_clusters_with_empty_ones(gen):
     compare(ClusterMask(kept, *labels), *qkv(gen, 90))
 
 
+def test_blocks_that_are_not_square(gen):
+    compare(random_blocks(gen, 75, 16, block_k=5), *qkv(gen, 75))
+
+
 @pytest.mark.parametrize("ordered", [False, True])
-def test_one_mask_for_all_heads_takes_the_small_plan(gen, ordered):
+@pytest.mark.parametrize("block_k", [None, 8])
+def test_one_mask_for_all_heads_takes_the_small_plan(gen, ordered, block_k):
     order = torch.randperm(64, generator=gen) if ordered else None
-    mask = random_blocks(gen, 64, 16, order=order)
+    mask = random_blocks(gen, 64, 16, order=order, block_k=block_k)
     mask.blocks[:] = mask.blocks[:1, :1].clone()
     compare(mask, *qkv(gen, 64))
     assert len(Shared.made) == 1 and not Variable.made

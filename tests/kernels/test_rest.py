@@ -130,7 +130,7 @@ def test_clusters(case, rows, columns):
         assert (run(name, mask, q, k, v) - want).abs().max() <= TOLERANCE, name
 
 
-# ---- identities ----
+# ---------------------------------------- identities
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -258,7 +258,7 @@ def test_threads_do_not_change_the_result():
         torch.set_num_threads(1)
 
 
-# ---- parts, mass, gradients ----
+# ---------------------------------------- parts, mass, gradients
 
 
 @some

@@ -104,7 +104,7 @@ def test_join_and_split(mask):
     assert full.shape == (4, 2) and full.flags.all() and full.flags.shape[2:] == mask.flags.shape[2:]
 
 
-# ---- the rest ----
+# ---------------------------------------- the rest
 
 
 def test_a_block_with_text_is_exact():

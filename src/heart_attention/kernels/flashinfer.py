@@ -3,7 +3,8 @@
 `VariableBlockSparseAttentionWrapper` takes a mask and block sizes per head, so it fits block masks (also with a
 short last block) and clusters alike; batch items become further heads. When all heads share one block mask that
 fills its blocks, `BlockSparseAttentionWrapper` serves, whose plan is far smaller. flashinfer plans for a head size,
-a type and a scale, so its own planning happens at the first run and is kept with the plan, that is with the mask.
+a type and a scale, so its own planning happens at the first run and is kept with the plan, that is with the mask. The
+rest as means is a second, small dense part in PyTorch, merged by flashinfer's log-sums.
 Written against flashinfer 0.7.2; 0.6.0 takes the same arguments, earlier ones are refused unread.
 """
 
@@ -22,11 +23,12 @@ from torch import Tensor
 
 from ..errors import HeartError
 from .base import Kernel
+from .ops.rest_part import merge, rest_part
 from .plan import Plan, make_plan
 
 WORKSPACE = 128 << 20  # bytes; what flashinfer recommends
 INT_WORKSPACE = 8 << 20  # bytes flashinfer itself allocates for its schedule; it grows with the rows
-BYTES_A_ROW = 512  # generous room for one query row in that schedule
+BYTES_A_ROW = 512  # generous space for one query row in that schedule
 PLAN_LIMIT = 128 << 20  # bytes; flashinfer lists every kept key of every query row
 OLDEST = (0, 6)  # version of flashinfer
 PLANS = 64  # plans alive at once in a usual model: one for each layer and guidance branch
@@ -58,10 +60,11 @@ class FlashInfer(Kernel):
     """Kernel `flashinfer`."""
 
     name = "flashinfer"
+    rest_mass = True
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
-        reasons = [] if rest == "drop" else ["it does not approximate the rest"]
+        reasons = []
         if not installed():
             reasons.append("flashinfer is not installed: pip install 'heart-attention[gpu]'")
         elif (version := _version())[: len(OLDEST)] < OLDEST:
@@ -80,7 +83,7 @@ class FlashInfer(Kernel):
 
     def plan(self, mask: Any, rest: str = "drop") -> Plan:
         """Plan a mask; flashinfer's own planning waits for the head size and type of the first run."""
-        plan = make_plan(mask, self.name, rest=rest)
+        plan, mask = make_plan(mask, self.name, rest=rest), mask.for_rest(rest)
         plan.extra["kept"] = mask.flags
         plan.extra["block"] = mask.block_shape
         plan.extra["shared"] = _shared(mask)
@@ -102,13 +105,33 @@ class FlashInfer(Kernel):
             raise HeartError(f"the flashinfer kernel cannot run this: {'; '.join(reasons)}")
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         out = torch.empty_like(q) if out is None else out
-        wrapper = _wrapper(plan, q, scale)
+        wrapper, n = _wrapper(plan, q, scale), plan.n_q
         run = _run_shared if plan.extra["shared"] else _run_variable
-        run(wrapper, plan, q, k, v, out)
+        found, lse = run(wrapper, plan, q, k, v)  # in block order
+        _put(out[:, :, :n], found, plan.q_perm)
+        if lse is not None:
+            _add_rest(plan, q, k, v, scale, out, lse, mass)
+        elif mass is not None:
+            mass.zero_()
         if plan.tail:
-            n = plan.n_q
             out[:, :, n:] = F.scaled_dot_product_attention(q[:, :, n:], k[:, :, n:], v[:, :, n:], scale=scale)
         return out
+
+
+def _add_rest(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor, mass: Tensor | None
+) -> None:
+    """Merge the means into `out`; `lse` [B, H, n_q] is flashinfer's, in block order and to base 2."""
+    sizes = plan.q_starts.diff().expand(*plan.shape, -1).reshape(-1)
+    empty = (plan.counts.reshape(-1) == 0).repeat_interleave(sizes).view(lse.shape)  # queries that keep no key
+    kept_lse = torch.empty_like(lse)
+    _put(kept_lse[..., None], (lse * math.log(2)).masked_fill(empty, -torch.inf)[..., None], plan.q_perm)
+    kept = out[:, :, : plan.n_q].float().masked_fill((kept_lse == -torch.inf)[..., None], 0.0)
+    means, means_lse = rest_part(plan, q, k, v, scale)
+    whole, total = merge(kept, kept_lse, means, means_lse)
+    out[:, :, : plan.n_q] = whole.to(out.dtype)
+    if mass is not None:
+        mass.copy_((means_lse - total).exp().mean(-1))
 
 
 def _reasons_input(q: Tensor) -> list[str]:
@@ -188,10 +211,16 @@ def _sizes(starts: Tensor, heads: int) -> Tensor:
     return sizes.expand(heads, -1).contiguous() if sizes.ndim == 1 else sizes.flatten(0, 1).contiguous()
 
 
-def _run_variable(wrapper: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    q, k, v = (_sorted(x[:, :, :n], perm) for x, n, perm in _sides(plan, q, k, v))
-    found = wrapper.run(q, k, v).view(*plan.shape, plan.n_q, -1)  # [B·H, N, D] in and out
-    _put(out[:, :, : plan.n_q], found, plan.q_perm)
+def _run_variable(wrapper: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, H, n_q, D] in block order, and log-sums [B, H, n_q] if something is approximated."""
+    sides = (_sorted(x[:, :, :n], perm) for x, n, perm in _sides(plan, q, k, v))
+    found, lse = _with_sums(wrapper, plan, *sides)  # [B·H, N, D] in and out
+    return found.view(*plan.shape, plan.n_q, -1), None if lse is None else lse.reshape(*plan.shape, plan.n_q)
+
+
+def _with_sums(wrapper: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the wrapper returns, with log-sums only where they are needed."""
+    return (wrapper.run(q, k, v), None) if plan.rest_ptr is None else wrapper.run(q, k, v, return_lse=True)
 
 
 def _sides(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple:
@@ -238,10 +267,11 @@ def _plan_shared(plan: Plan, q: Tensor, scale: float) -> Any:
     return wrapper
 
 
-def _run_shared(wrapper: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def _run_shared(wrapper: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `_run_variable`."""
     sides = (_sorted(x[:, :, :n], perm).transpose(0, 1).contiguous() for x, n, perm in _sides(plan, q, k, v))
-    found = wrapper.run(*sides)  # [N, B·H, D]
-    _put(out[:, :, : plan.n_q], found.transpose(0, 1).unflatten(0, plan.shape), plan.q_perm)
+    found, lse = _with_sums(wrapper, plan, *sides)  # [N, B·H, D]
+    return found.transpose(0, 1).unflatten(0, plan.shape), None if lse is None else lse.T.unflatten(0, plan.shape)
 
 
 KERNEL = FlashInfer()

@@ -39,7 +39,7 @@ class Mask:
     tail: int = 0  # further tokens that attend only to themselves
     text: Text | None = None  # where the tokens lie that are never approximated
 
-    # ---- what a kind of mask says ----
+    # ---------------------------------------- what a kind of mask says
 
     def row_of(self) -> Tensor:
         """The query group of each token, int64 [n_q], or [B, H, n_q] where heads differ."""
@@ -66,7 +66,7 @@ class Mask:
         """A mask of the same kind and size that keeps everything, for heads with τ ≥ 1."""
         raise NotImplementedError
 
-    # ---- what it keeps ----
+    # ---------------------------------------- what it keeps
 
     @property
     def flags(self) -> Tensor:
@@ -107,7 +107,7 @@ class Mask:
         rows, columns = (sizes.double() for sizes in self.sizes())
         return torch.einsum("bhqk,bhq,bhk->bh", self.flags.double(), rows, columns) / (self.n_q * self.n_k)
 
-    # ---- the rest: what it leaves out ----
+    # ---------------------------------------- the rest: what it leaves out
 
     def exact_groups(self) -> Tensor:
         """Key groups that hold a token which is never approximated (text), bool [B, H, columns]."""
@@ -152,7 +152,7 @@ class Mask:
         """What this mask keeps beyond `lower`, as a mask; None if it does not keep all of `lower`."""
         return None if bool((lower.flags & ~self.flags).any()) else self.with_flags(self.flags & ~lower.flags)
 
-    # ---- heads and batch items ----
+    # ---------------------------------------- heads and batch items
 
     def map_heads(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The mask with `function` applied to every per-head tensor [B, H, ...]."""
@@ -233,7 +233,7 @@ class Mask:
             f"shape {(batch, heads)}: give all heads or exactly the replaced ones"
         )
 
-    # ---- storage ----
+    # ---------------------------------------- storage
 
     def to(self, device: Any) -> Self:
         """The mask on another device."""

@@ -24,7 +24,7 @@ from .group_means import group_means, log_sizes
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
-# ---- PyTorch ----
+# ---------------------------------------- PyTorch
 
 
 def torch_attention_backward(
@@ -110,7 +110,7 @@ def _spread(plan: Plan, h: int, gradient: Tensor, n: int) -> Tensor:
     return gradient[:n].index_add(0, _tokens(plan, "k", h, plan.n_k), each)
 
 
-# ---- C ----
+# ---------------------------------------- C
 
 _ARGUMENTS = struct.Struct("7q 8q 2q 3q 2q d q")  # `struct heart_backward` of backward.c
 
