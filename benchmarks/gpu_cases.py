@@ -50,7 +50,7 @@ def attention_case(
 
     def config(target: str) -> attention.Config:
         rows = attention.tile_rows(block or 109)  # 300 clusters over the 32,760 tokens of Wan2.1 at 480p
-        return attention.config_for(target, d, 4 if dtype == "fp32" else 2, rows, gathered, rest, block)
+        return attention.config_for(target, d, 4 if dtype == "fp32" else 2, rows, gathered, block)
 
     pointers = {f"{x}_ptr": f"*{dtype}" for x in ("q", "k", "v", "k_mean", "v_mean")}
     pointers |= {"out_ptr": "*fp32" if sums else f"*{dtype}", "lse_ptr": "*fp32" if sums else "*i32"}

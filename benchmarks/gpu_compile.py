@@ -141,7 +141,7 @@ def _nvidia_usage(compiled: Any, target: str) -> tuple[int, int]:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(compiled.asm["ptx"])
         arch = re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1)
-        ptxas = tools() / ("ptxas-blackwell" if int(target[3:]) >= 100 else "ptxas")
+        ptxas = tools() / ("ptxas-blackwell" if int(target[3:]) >= 90 else "ptxas")
         text = _output([ptxas, "-v", f"-arch={arch}", ptx, "-o", os.devnull])
         stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text).groups())
         return registers, max(stores, loads)

@@ -16,7 +16,8 @@ def mask():
 
 def test_every_kernel_is_listed_with_its_reasons():
     found = kernels.available()
-    assert list(found) == kernels.names() == ["flashinfer", "triton", "cpu", "gather", "eager"]
+    ours = ["cudnn", "flashinfer", "triton", "flex", "cudnn_fp8", "cpu", "gather", "eager"]
+    assert list(found) == kernels.names() == ours
     assert found["gather"] == [] and found["eager"] == []
     if not torch.cuda.is_available():
         assert found["flashinfer"] and found["triton"]
@@ -24,7 +25,8 @@ def test_every_kernel_is_listed_with_its_reasons():
 
 def test_auto_takes_the_first_that_serves(mask):
     q = torch.zeros(1, 2, 100, 16)
-    first = next(name for name in kernels.names() if not kernels.get(name).reasons_not(mask, q))
+    able = [kernels.get(name) for name in kernels.names() if not kernels.get(name).reasons_not(mask, q)]
+    first = next(kernel.name for kernel in able if not kernel.reasons_not_auto(mask, q))
     assert kernels.choose(mask, q).name == first
     assert kernels.plan("auto", mask).kernel in kernels.names()
 
@@ -35,7 +37,7 @@ def test_auto_falls_back_without_a_compiler(mask, monkeypatch):
 
 
 def test_unknown_name(mask):
-    with pytest.raises(HeartError, match="no kernel 'fast': choose one of auto, flashinfer, triton, cpu"):
+    with pytest.raises(HeartError, match="no kernel 'fast': choose one of auto, cudnn, flashinfer, triton, flex"):
         kernels.plan("fast", mask)
 
 

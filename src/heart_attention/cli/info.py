@@ -17,11 +17,16 @@ PACKAGES = ("torch", "diffusers", "transformers", "triton", "flashinfer-python",
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(subparsers, "info", "versions, device, and which kernels serve here or why they do not", run)
+    parser.add_argument(
+        "--gpu", metavar="sm_90", help="which kernel would serve on that GPU generation; it need not be here"
+    )
     add_json(parser, "it")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print it."""
+    if args.gpu:
+        return print_gpu(args.gpu, args.json)
     facts = collect()
     print(json.dumps(facts, indent=1) if args.json else render(facts))
     return 0
@@ -128,3 +133,21 @@ def render(facts: dict[str, Any]) -> str:
         told = [way if not why else f"{way} no: {'; '.join(why)}" for way, why in ways.items()]
         lines.append(f"  {name:<20}{', '.join(told)}")
     return "\n".join(lines)
+
+
+def print_gpu(gpu: str, as_json: bool) -> int:
+    """Print which kernel serves which calls on a GPU generation, and why others do not."""
+    from ..kernels import capability
+
+    rows = capability.table(gpu)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    print(f"{gpu}, their packages installed, {capability.TOKENS:,} tokens and 40 heads, 30 % kept:\n")
+    for row in rows:
+        what = f"{row['groups']}, head size {row['head_size']}, {row['dtype']}, rest {row['rest']}"
+        others = f" (also {', '.join(row['others'])})" if row["others"] else ""
+        print(f"{what:<55}{row['kernel'] or 'none'}{others}")
+        for name, reasons in row["reasons"].items():
+            print(f"    not {name}: {'; '.join(reasons)}")
+    return 0

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import HeartError
+from .capability import Call
 from .plan import Plan, make_plan
 
 
@@ -24,6 +25,14 @@ class Kernel:
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve here, or not for this mask, these queries and this rest; empty if it can."""
+        return []
+
+    def reasons_on(self, call: Call) -> list[str]:
+        """Why it would not serve such a call on such a GPU, whether or not one is here; empty if it would."""
+        return ["it runs on a CPU"]
+
+    def reasons_not_auto(self, mask: Any = None, q: Tensor | None = None) -> list[str]:
+        """Why "auto" passes it over although it could serve; empty if it does not."""
         return []
 
     def plan(self, mask: Any, rest: str = "drop") -> Plan:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import HeartError
 from .base import Kernel
+from .capability import Call
 from .ops.group_means import group_means, log_sizes
 from .plan import Plan, make_plan
 
@@ -23,6 +24,10 @@ class Eager(Kernel):
     name = "eager"
     log_sums = True
     rest_mass = True
+
+    def reasons_on(self, call: Call) -> list[str]:
+        """None but length: it runs wherever PyTorch does."""
+        return [_too_long(call.tokens)] if call.tokens > LIMIT else []
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..errors import HeartError
 from .base import Kernel
+from .capability import Call
 from .ops.rest_part import merge, rest_part
 from .plan import Plan, make_plan
 
@@ -61,6 +62,13 @@ class FlashInfer(Kernel):
 
     name = "flashinfer"
     rest_mass = True
+
+    def reasons_on(self, call: Call) -> list[str]:
+        """Why it would not serve such a call on such a GPU, every head with a mask of its own; empty if it would."""
+        reasons = [] if call.nvidia >= 80 else ["it needs an NVIDIA GPU of capability 8.0 or later"]
+        rows = 300 if call.block is None else -(-call.tokens // call.block[0])
+        listed = 4 * rows * call.tokens * call.density * call.heads
+        return reasons + _reasons_type(call.dtype, call.head_size) + _reasons_listed(listed, PLAN_LIMIT)
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
@@ -135,12 +143,22 @@ def _add_rest(
 
 
 def _reasons_input(q: Tensor) -> list[str]:
+    return _reasons_type(q.dtype, q.shape[-1])
+
+
+def _reasons_type(dtype: torch.dtype, head_size: int) -> list[str]:
     reasons = []
-    if q.dtype not in DTYPES:
-        reasons.append(f"it takes bf16 and fp16, not {q.dtype}")
-    if q.shape[-1] not in HEAD_SIZES:
-        reasons.append(f"it takes head sizes 64, 128 and 256, not {q.shape[-1]}")
+    if dtype not in DTYPES:
+        reasons.append(f"it takes bf16 and fp16, not {dtype}")
+    if head_size not in HEAD_SIZES:
+        reasons.append(f"it takes head sizes 64, 128 and 256, not {head_size}")
     return reasons
+
+
+def _reasons_listed(listed: float, limit: int) -> list[str]:
+    if listed <= limit:
+        return []
+    return [f"its plan of this mask would take {listed / 2**20:.0f} MB a layer, over {limit / 2**20:.0f}"]
 
 
 def _reasons_mask(mask: Any) -> list[str]:
@@ -149,9 +167,7 @@ def _reasons_mask(mask: Any) -> list[str]:
         return []
     listed = 4 * mask.flags.shape[2] * mask.n_k * float(mask.density().sum())
     limit = min(PLAN_LIMIT, _free_memory(mask.device) // (2 * PLANS))
-    if listed <= limit:
-        return []
-    return [f"its plan of this mask would take {listed / 2**20:.0f} MB a layer, over {limit / 2**20:.0f}"]
+    return _reasons_listed(listed, limit)
 
 
 def _free_memory(device: torch.device) -> int:

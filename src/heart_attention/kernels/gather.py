@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Kernel
+from .capability import Call
 from .eager import products
 from .ops.group_means import group_means, log_sizes
 from .plan import Plan, make_plan
@@ -25,6 +26,10 @@ class Gather(Kernel):
     name = "gather"
     log_sums = True
     rest_mass = True
+
+    def reasons_on(self, call: Call) -> list[str]:
+        """None: it runs wherever PyTorch does, slowly on a GPU."""
+        return []
 
     def run(
         self,

@@ -70,7 +70,7 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes its tensors hold."""
         held = [getattr(self, f.name) for f in fields(self)] + list(self.extra.values())
-        return sum(t.nbytes for t in held if isinstance(t, Tensor))
+        return sum(t.nbytes for t in held if isinstance(t, Tensor | Plan))
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
@@ -93,7 +93,7 @@ class Plan:
 
 
 def _move(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    return value.to(device) if isinstance(value, Tensor | Plan) else value
 
 
 def make_plan(

@@ -14,8 +14,11 @@ from .plan import Plan
 
 # Name -> module with the object KERNEL, quickest first. Imported on first use: some need packages of their own.
 MODULES = {
+    "cudnn": "cudnn",
     "flashinfer": "flashinfer",
     "triton": "triton_attention",
+    "flex": "flex",
+    "cudnn_fp8": "cudnn_fp8",
     "cpu": "cpu",
     "gather": "gather",
     "eager": "eager",
@@ -69,7 +72,8 @@ def choose(mask: Any = None, q: Tensor | None = None, name: str = "auto", rest: 
     candidates = [get(name)] if name != "auto" else [get(each) for each in names()]
     refusals = []
     for kernel in candidates:
-        reasons = kernel.reasons_not(mask, q, rest)
+        reasons = kernel.reasons_not_auto(mask, q) if name == "auto" else []
+        reasons = reasons or kernel.reasons_not(mask, q, rest)
         if not reasons:
             return kernel
         refusals.append(f"{kernel.name} ({'; '.join(reasons)})")

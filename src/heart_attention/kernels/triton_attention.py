@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..errors import HeartError
 from .base import Kernel
+from .capability import Call
 from .plan import Plan, make_plan
 
 RUN = 16  # keys in one packed run; a power of two, at most 31
@@ -79,24 +80,21 @@ def _target(index: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def config_for(
-    target: str, d_pad: int, itemsize: int, rows: int, gathered: bool, rest: bool = False, block: int = 128
-) -> Config:
+def config_for(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool, block: int = 128) -> Config:
     """Launch figures that compile without spills and within shared memory (docs/gpu-evidence.md has the table).
 
     Args:
         target: as `target_of` names it.
         rows: query tokens a program should take, from `tile_rows`.
         gathered: whether tokens are reached through a permutation.
-        rest: whether what is left out is approximated.
         block: key tokens a block, 0 for clusters: tiles of keys should divide it.
     """
-    config = _config(target, d_pad, itemsize, rows, gathered, rest)
+    config = _config(target, d_pad, itemsize, rows, gathered, block == 0)
     keys = min(config.block_n, max(16, block & -block)) if block else config.block_n
     return replace(config, block_n=keys, tiled=config.tiled and block % keys == 0)
 
 
-def _config(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool, rest: bool) -> Config:
+def _config(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool, clusters: bool) -> Config:
     if target.startswith("gfx"):
         return _config_amd(d_pad, itemsize, rows)
     if itemsize == 4 or d_pad > 128:
@@ -104,16 +102,16 @@ def _config(target: str, d_pad: int, itemsize: int, rows: int, gathered: bool, r
     tiled = not gathered and (target == "sm_90" or target.startswith("sm_10"))
     if rows < 128:
         return Config(rows, 64, 4, 2, tiled)
-    if d_pad == 128 and target.startswith("sm_12") and (rest or not gathered):
+    if d_pad == 128 and target.startswith("sm_12"):
         return Config(128, 32, 8, 3)  # 64 keys a tile spill there
     if target == "sm_90" and tiled:
         return Config(128, 128, 8, 2, True)
-    return Config(128, 64, 8, 3 if target == "sm_80" and not gathered else 2, tiled)
+    return Config(128, 64, 8, 3 if target == "sm_80" and not clusters else 2, tiled)
 
 
 def _config_wide(d_pad: int, itemsize: int, rows: int) -> Config:
     """fp32 or heads over 128: larger tiles do not fit the register file."""
-    rows = min(rows, 64 if d_pad <= 128 else 32)
+    rows = min(rows, 32 if itemsize == 2 or d_pad <= 128 else 16)
     return Config(rows, 32 if d_pad * itemsize <= 256 else 16, 4 if rows < 32 else 8, 1)
 
 
@@ -129,6 +127,11 @@ class Triton(Kernel):
 
     name = "triton"
     log_sums = True
+
+    def reasons_on(self, call: Call) -> list[str]:
+        """Why it would not serve such a call on such a GPU; empty if it would."""
+        old = ["it needs an NVIDIA GPU of capability 8.0 or later"] if 0 < call.nvidia < 80 else []
+        return old + _reasons_type(call.dtype, call.head_size)
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
@@ -202,11 +205,15 @@ class Triton(Kernel):
 
 
 def _reasons_input(q: Tensor) -> list[str]:
+    return _reasons_type(q.dtype, q.shape[-1])
+
+
+def _reasons_type(dtype: torch.dtype, head_size: int) -> list[str]:
     reasons = []
-    if q.dtype not in DTYPES:
-        reasons.append(f"it takes fp32, bf16 and fp16, not {q.dtype}")
-    if q.shape[-1] > HEAD_SIZE_LIMIT:
-        reasons.append(f"it takes head sizes up to {HEAD_SIZE_LIMIT}, not {q.shape[-1]}")
+    if dtype not in DTYPES:
+        reasons.append(f"it takes fp32, bf16 and fp16, not {dtype}")
+    if head_size > HEAD_SIZE_LIMIT:
+        reasons.append(f"it takes head sizes up to {HEAD_SIZE_LIMIT}, not {head_size}")
     return reasons
 
 
@@ -293,7 +300,7 @@ def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: floa
 
     d, rest, gathered = q.shape[-1], plan.rest_ptr is not None, plan.q_perm is not None
     d_pad = max(16, 1 << (d - 1).bit_length())
-    sizes = (d_pad, q.element_size(), plan.extra["rows"], gathered, rest, plan.extra["block"])
+    sizes = (d_pad, q.element_size(), plan.extra["rows"], gathered, plan.extra["block"])
     config = config_for(target_of(q.device), *sizes)
     work = work_list(plan, config.block_m)
     if not len(work):
