@@ -38,11 +38,11 @@ from heart_attention.calibration.workflow.runner import Runner
 from heart_attention.calibration.workflow.settings import CANDIDATES, PAPER_CANDIDATES
 from heart_attention.calibration.workflow.store import Store
 from heart_attention.calibration.workflow.tasks import CalibrationWorker
-from heart_attention.config import preset
 from heart_attention.evaluation import methods, pipelines, run, tables
 from heart_attention.evaluation.studies.common import spearman
 from heart_attention.execution.executor import LocalExecutor
 from heart_attention.online import reuse
+from heart_attention.presets import preset
 
 PARTS = ("skip", "gradient", "compare", "video", "cost")
 LARGE = {"Wan2.1-1.3B": (30, 12), "Wan2.1-14B": (40, 40), "HunyuanVideo-13B": (60, 24)}

@@ -208,8 +208,8 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
     The heads' orders and thresholds are chosen on two calibration prompts, everything else is measured on others.
     """
     from heart_attention import tiny
-    from heart_attention.config import preset
     from heart_attention.evaluation import pipelines
+    from heart_attention.presets import preset
 
     pipe = pipelines.load(model)
     call = pipelines.call_arguments(model, pipe, steps=steps, quick=quick)

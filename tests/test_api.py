@@ -22,6 +22,7 @@ from heart_attention.errors import HeartError
 from heart_attention.models import attachment
 from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
+from heart_attention.online.thresholds import ThresholdSource
 
 HEADS, LAYERS = 3, 2
 X = heart.XAttention(stride=2, block=8)
@@ -122,8 +123,8 @@ def test_every_way_to_say_what(tmp_path):
 def test_an_unknown_model_is_noted_in_stats(caplog):
     pipe = pipeline()
     with caplog.at_level(logging.WARNING), heart.enabled(pipe):
-        assert "no preset knows this WanTransformer3DModel" in str(heart.stats(pipe))
-    assert "no preset knows" in caplog.text
+        assert "no preset of xattention knows this WanTransformer3DModel" in str(heart.stats(pipe))
+    assert "no preset of xattention knows" in caplog.text
 
 
 # ---------------------------------------------------------------- identity limits
@@ -360,7 +361,7 @@ def test_wrong_configs_touch_nothing():
     state = snapshot(pipe.transformer)
     refuses("is for hunyuanvideo-13b", heart.enable, pipe, "hunyuanvideo-13b-svg2")
     refuses("no preset 'fast'", heart.enable, pipe, "fast")
-    refuses("config is 3", heart.enable, pipe, 3)
+    refuses("config is '3'", heart.enable, pipe, 3)
     refuses("no file", heart.enable, pipe, "missing.json")
     refuses(r"shape \[4\] but the model has 2 layers of 3 heads", heart.enable, pipe, config(thresholds=[0.5] * 4))
     refuses(r"shape \[3 x 3\]", heart.enable, pipe, config(thresholds=[[0.5] * 3] * 3))
@@ -370,7 +371,7 @@ def test_wrong_configs_touch_nothing():
 
 
 def test_a_calibration_with_another_fingerprint_is_refused():
-    class Calibrated:
+    class Calibrated(ThresholdSource):
         thresholds = [[0.5] * HEADS] * LAYERS
 
         def check(self, model):
@@ -425,8 +426,8 @@ def test_attention_takes_dicts_wheres_and_another_dense():
 def test_attention_refuses_nonsense():
     state = Engine(config(), LAYERS, HEADS)
     q = torch.randn(1, HEADS, 16, 12)
-    refuses("where is", heart.attention, q, q, q, (0, 1), state)
-    refuses("where is", heart.attention, q, q, q, {"level": 1}, state)
+    refuses("the call is", heart.attention, q, q, q, (0, 1), state)
+    refuses("the call is", heart.attention, q, q, q, {"level": 1}, state)
     refuses("layer 7", heart.attention, q, q, q, (7, 0, "c"), state)
     refuses("state is NoneType", heart.attention, q, q, q, (0, 0, "c"), None)
     refuses("q has shape", heart.attention, torch.randn(1, 9, 16, 12), q, q, (0, 0, "c"), state)

@@ -10,9 +10,12 @@ import torch
 
 from heart_attention import config as configs
 from heart_attention.backbones import SVG2, XAttention
-from heart_attention.config import MODELS, PRESETS, HeartConfig, check_model, find_preset, preset, threshold_table
+from heart_attention.config import HeartConfig
 from heart_attention.errors import HeartError
 from heart_attention.online.reuse import TMR, Always, Interval, Warmup
+from heart_attention.online.thresholds import PlainThresholds
+from heart_attention.online.thresholds import table as threshold_table
+from heart_attention.presets import MODELS, PRESETS, check_model, find_preset, preset
 
 
 def model(name, cls=None, **config):
@@ -143,7 +146,7 @@ def test_a_policy_of_ones_own_works_but_has_no_json():
             return state.cached
 
     c = HeartConfig(reuse=Mine())
-    with pytest.raises(HeartError, match="Mine is your own"):
+    with pytest.raises(HeartError, match="Mine has no JSON form"):
         c.to_dict()
 
 
@@ -187,7 +190,7 @@ def test_every_form_of_thresholds_makes_the_same_table(value):
 
 
 def test_a_calibration_serves_as_thresholds():
-    calibration = SimpleNamespace(thresholds=[[0.5, 0.6], [0.7, 0.8]])
+    calibration = PlainThresholds([[0.5, 0.6], [0.7, 0.8]])
     c = HeartConfig(thresholds=calibration)
     assert threshold_table(c.thresholds, 1, 2, 2) == [[(0.5, 0.6), (0.7, 0.8)]]
     assert HeartConfig.from_dict(c.to_dict()).thresholds == ((0.5, 0.6), (0.7, 0.8))

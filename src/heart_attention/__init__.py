@@ -5,52 +5,119 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import moved
+from .errors import HeartError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-# Public name -> module that defines it. Loaded on first use, so that `import heart_attention` stays quick.
+if TYPE_CHECKING:  # what type checkers and editors see; at run time names are loaded on first use, below
+    from . import backbones, calibration, kernels, masks, tiny
+    from .api import (
+        attention,
+        disable,
+        enable,
+        enabled,
+        record,
+        register_backbone,
+        register_error,
+        register_policy,
+        stats,
+    )
+    from .backbones import SVG2, Backbone, XAttention
+    from .calibration.file import Calibration
+    from .config import HeartConfig, Point, PointTable
+    from .kernels.registry import register_kernel
+    from .masks import BlockMask, ClusterMask, Text
+    from .models import register_family
+    from .online.engine import Engine
+    from .online.reuse import TMR, Always, Interval, Policy, Warmup
+    from .presets import PRESETS
+
+# Public name -> module that defines it.
 _PUBLIC = {
-    "enable": "api",
-    "enabled": "api",
-    "disable": "api",
-    "stats": "api",
-    "record": "api",
-    "attention": "api",
+    "SVG2": "backbones",
+    "TMR": "online.reuse",
+    "Always": "online.reuse",
+    "Backbone": "backbones",
+    "BlockMask": "masks",
+    "Calibration": "calibration.file",
+    "ClusterMask": "masks",
     "Engine": "online.engine",
     "HeartConfig": "config",
-    "PRESETS": "config",
-    "XAttention": "backbones",
-    "SVG2": "backbones",
-    "BlockMask": "masks",
-    "ClusterMask": "masks",
-    "Text": "masks",
-    "TMR": "online.reuse",
     "Interval": "online.reuse",
+    "PRESETS": "presets",
+    "Point": "config",
+    "PointTable": "config",
+    "Policy": "online.reuse",
+    "Text": "masks",
     "Warmup": "online.reuse",
-    "Always": "online.reuse",
-    "Calibration": "calibration.file",
+    "XAttention": "backbones",
+    "attention": "api",
+    "disable": "api",
+    "enable": "api",
+    "enabled": "api",
+    "record": "api",
+    "register_backbone": "api",
+    "register_error": "api",
     "register_family": "models",
-    "HeartError": "errors",
     "register_kernel": "kernels.registry",
+    "register_policy": "api",
+    "stats": "api",
 }
-_MODULES = ("kernels", "calibration", "tiny", "backbones", "models", "masks")
+_MODULES = ("backbones", "calibration", "kernels", "masks", "models", "tiny")
 
-__all__ = ["__version__", *_PUBLIC, "kernels"]
+__all__ = [
+    "PRESETS",
+    "SVG2",
+    "TMR",
+    "Always",
+    "Backbone",
+    "BlockMask",
+    "Calibration",
+    "ClusterMask",
+    "Engine",
+    "HeartConfig",
+    "HeartError",
+    "Interval",
+    "Point",
+    "PointTable",
+    "Policy",
+    "Text",
+    "Warmup",
+    "XAttention",
+    "__version__",
+    "attention",
+    "backbones",
+    "calibration",
+    "disable",
+    "enable",
+    "enabled",
+    "kernels",
+    "masks",
+    "record",
+    "register_backbone",
+    "register_error",
+    "register_family",
+    "register_kernel",
+    "register_policy",
+    "stats",
+    "tiny",
+]
 
+if not TYPE_CHECKING:  # a visible __getattr__ would hide typos from type checkers
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
-        globals()[name] = value
-        return value
-    if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
-    if (module := moved.attribute(name)) is not None:
-        return module
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+            globals()[name] = value
+            return value
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if (module := moved.attribute(name)) is not None:
+            return module
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
@@ -58,7 +125,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(types.ModuleType):
-    """A verb and the file behind it may share a name (`stats`, `record`): the package shows the verb."""
+    """A verb and the file behind it may share a name: the package shows the verb."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _PUBLIC and isinstance(value, types.ModuleType)):

@@ -1,4 +1,4 @@
-"""What a user calls: enable, enabled, disable, stats, record, attention."""
+"""What a user calls: enable, enabled, disable, stats, record, attention, and the doors `register_...`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import config as configs
+from . import presets
 from .config import HeartConfig
 from .errors import HeartError
 from .files import read_json
+from .online import thresholds
 from .online.call import CallContext
 from .online.engine import Engine
 from .online.stats import Stats
@@ -27,9 +28,8 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
 
     Args:
         model: a diffusers video pipeline, or its transformer alone.
-        config: "xattention" or "svg2" (the preset for this model), a preset's name, a `HeartConfig`, or a
-            JSON
-            file with one (or with a calibration); for a pipeline with two transformers a list of both
+        config: a backbone's name such as "xattention" (the preset for this model), a preset's name, a `HeartConfig`, or
+            a JSON file with one (or with a calibration); for a pipeline with two transformers a list of both
             calibrations' files.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
@@ -46,7 +46,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
     chosen, note = resolve(config, model)
     chosen = chosen.replace(**changes) if changes else chosen
     _check(chosen, transformers)
-    costs = _costs(chosen, len(transformers))
+    costs = _head_costs(chosen, len(transformers))
     layers, heads = shapes.pop()
     engine = Engine(chosen, layers, heads, len(transformers))
     if note:
@@ -113,10 +113,9 @@ def attention(
     """One attention call of another inference engine, q, k, v [B, H, N, D] -> [B, H, N, D].
 
     Args:
-        where: (layer, step, branch), a dict with these and more of `Where`'s fields (grid, text), or a
-            `Where`.
-        state: an `Engine(config, layers, heads)`: one per model, kept between calls. A step that is not later
-            than
+        call: (layer, step, branch), a dict with these and more of `CallContext`'s fields (grid, text), or a
+            `CallContext`.
+        state: an `Engine(config, layers, heads)`: one per model, kept between calls. A step that is not later than
             the last one of its layer and branch begins a new generation.
         dense: what computes dense attention; PyTorch's own by default.
     """
@@ -128,7 +127,12 @@ def attention(
     if not (0 <= at.layer < state.layers and 0 <= at.transformer < state.transformers):
         raise HeartError(f"layer {at.layer} is none of the state's {state.layers}: count layers from 0")
     state.turn(at)
-    return state.attend(at, q, k, v, dense or F.scaled_dot_product_attention)
+    return state.attend(at, q, k, v, _of_items(dense or F.scaled_dot_product_attention))
+
+
+def _of_items(dense: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Dense attention of a caller who has no mask that would have to be cut to some batch items."""
+    return lambda q, k, v, items=None: dense(q, k, v)
 
 
 def resolve(config: Any, model: Any = None) -> tuple[HeartConfig, str]:
@@ -140,9 +144,11 @@ def resolve(config: Any, model: Any = None) -> tuple[HeartConfig, str]:
     if isinstance(config, list | tuple):
         return _from_calibration(config, model)
     if isinstance(config, str) and not config.endswith(".json"):
-        return configs.find_preset(config, model)
+        return presets.find_preset(config, model)
     if not isinstance(config, str | os.PathLike):
-        raise HeartError(f"config is {config!r}: give 'xattention', 'svg2', a preset, a HeartConfig or a JSON file")
+        raise HeartError(
+            f"config is {str(config)[:60]!r}: give a backbone's name, a preset, a HeartConfig or a JSON file"
+        )
     data = read_json(config)
     if isinstance(data, dict) and data.get("_type") == "HeartConfig":
         return HeartConfig.from_dict(data), ""
@@ -155,11 +161,35 @@ def _from_calibration(path: Any, model: Any) -> tuple[HeartConfig, str]:
     from .calibration import experts
 
     calibration = experts.load(path)
-    backbone = calibration.backbone
-    backbone = backbones.from_dict(backbone) if isinstance(backbone, dict) else backbone
-    base, note = configs.find_preset(backbone.name, model)
+    backbone = backbones.from_dict(calibration.backbone)
+    base, note = presets.find_preset(backbone.name, model)
     as_measured = {k: v for k, v in calibration.settings.items() if k in ("order", "scale_clusters", "dense_steps")}
     return base.replace(backbone=backbone, thresholds=calibration, **as_measured), note
+
+
+# ---------------------------------------- doors
+
+
+def register_backbone(cls: type) -> type:
+    """Make a backbone known by its `name`: in configs, files, `enable`, `calibrate`, `compare` and the report."""
+    from . import backbones
+
+    return backbones.register(cls)
+
+
+def register_policy(cls: type) -> type:
+    """Make a reuse policy known by its class's name, so that configs with it can be saved and loaded."""
+    from .online import reuse
+
+    return reuse.register(cls)
+
+
+def register_error(name: str, cls: type) -> type:
+    """Make an error measure known by this name, for calibration."""
+    from .calibration.measure import velocity_error
+
+    velocity_error.register(name, cls)
+    return cls
 
 
 # ---------------------------------------- the model's attachments
@@ -175,29 +205,28 @@ def _attachments(model: Any) -> list[Any]:
 
 def _engine(attachment: Any) -> Engine | None:
     """The engine behind an attachment, also while a recording stands in front of it."""
-    handler = attachment.handler
-    handler = handler if isinstance(handler, Engine) else getattr(handler, "inner", None)
-    return handler if isinstance(handler, Engine) else None
+    return attachment.handler.engine
 
 
 def _check(config: HeartConfig, transformers: list[Any]) -> None:
     """A config or calibration made for another model is refused here, before anything is touched."""
-    from .calibration import experts
-
-    for transformer, thresholds in zip(transformers, experts.for_each(config.thresholds, len(transformers))):
-        configs.check_model(config, transformer)
-        if hasattr(thresholds, "check"):
-            thresholds.check(transformer)
+    sources = thresholds.source(config.thresholds).of_transformers(len(transformers))
+    for transformer, source in zip(transformers, sources):
+        presets.check_model(config, transformer)
+        source.check(transformer)
 
 
-def _costs(config: HeartConfig, transformers: int) -> list[Any]:
-    """What heads cost [L, H], of each transformer, where they are to be dealt by it; else nothing."""
-    from .calibration import experts
-    from .models import head_assignment
-
-    if config.deal != "cost":
+def _head_costs(config: HeartConfig, transformers: int) -> list[Any]:
+    """What heads cost [L, H], of each transformer, where they are assigned to ranks by it; else nothing."""
+    if config.head_assignment != "cost":
         return []
-    return [head_assignment.head_costs(one) for one in experts.for_each(config.thresholds, transformers)]
+    costs = [source.head_costs() for source in thresholds.source(config.thresholds).of_transformers(transformers)]
+    if None in costs:
+        raise HeartError(
+            "heads can be assigned by cost only where a calibration measured their sparsity, and these thresholds bring "
+            "no such table: give thresholds=Calibration.load(...) of a measured one, or head_assignment='order'"
+        )
+    return costs
 
 
 def _as_call(call: Any) -> CallContext:
@@ -209,4 +238,6 @@ def _as_call(call: Any) -> CallContext:
         layer, step, branch = call
         return CallContext(layer=layer, step=step, branch=str(branch))
     except (TypeError, ValueError):
-        raise HeartError(f"where is {call!r}: give (layer, step, branch), or a dict with these names") from None
+        raise HeartError(
+            f"the call is {str(call)[:80]!r}: give (layer, step, branch), or a dict with these names"
+        ) from None

@@ -1,30 +1,42 @@
-"""What a user sets: `HeartConfig`, the presets with the paper's values, and both as JSON.
+"""What a user sets: `HeartConfig`, and its JSON form.
 
 JSON has the form {"_type", "_version", "_data"}: nothing is executed, unknown types, versions and fields are
-refused.
+refused. Version 1 is migrated on loading.
 """
 
 from __future__ import annotations
 
-import logging
+import difflib
+import functools
 import math
 import os
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import backbones, token_order
-from .backbones import SVG2, XAttention
+from .backbones.base import Backbone
 from .errors import HeartError
 from .files import read_json, write_json
-from .online.reuse import POLICIES, TMR, Policy
-from .tiny import NATIVE
+from .online import reuse as policies
+from .online import thresholds as head_thresholds
+from .online.points import Point, PointTable, check_rest
+from .online.reuse import TMR, Policy
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
 
-VERSION = 1
-DEALS = ("order", "cost")
-PAPER_DELTA = {"xattention": 30.0, "svg2": 8.0}  # on Wan; the paper's appendix, "HEART Configurations"
+    from .online.thresholds import ThresholdSource
+
+    Thresholds = float | Sequence[Any] | np.ndarray | Tensor | ThresholdSource
+
+__all__ = ["HeartConfig", "Point", "PointTable"]
+
+VERSION = 2
+HEAD_ASSIGNMENTS = ("order", "cost")
+STEP_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -32,13 +44,10 @@ class HeartConfig:
     """Everything that decides what HEART computes.
 
     Args:
-        backbone: what predicts masks: `XAttention(...)`, `SVG2(...)`, or their names.
-        thresholds: top-p mass to keep: a number for all heads, [H], [L, H], [transformers, L, H] (lists,
-            arrays or
-            tensors), or a `Calibration`. 1 or more means dense attention for that head. None: the backbone's
-            default.
-        reuse: when masks are predicted anew: `TMR`, `Interval`, `Warmup`, `Always`, or any object with
-            `refresh`.
+        backbone: what predicts masks: `XAttention(...)`, `SVG2(...)`, any other registered backbone, or its name.
+        thresholds: top-p mass to keep: a number for all heads, [H], [L, H], [transformers, L, H] (lists, arrays or
+            tensors), or a `Calibration`. 1 or more means dense attention for that head. None: the backbone's default.
+        reuse: when masks are predicted anew: `TMR`, `Interval`, `Warmup`, `Always`, or any object with `refresh`.
         order: "raster" (tokens as the model has them), "tiles" (blocks compact in time and space), or a tile's shape for
             every head, as `heart tune-order` finds them.
         dense_steps: denoising steps at the start that stay dense.
@@ -46,73 +55,127 @@ class HeartConfig:
         kernel: a kernel's name, or "auto" for the quickest that serves here.
         force_sparse: sparse even where dense would be quicker (tests, studies).
         scale_clusters: fit SVG2's cluster counts to the number of tokens (they are meant for 32,760).
-        deal: how heads go to GPUs under context parallelism: "order", or "cost" for even work by the densities of a
-            calibration. It changes no result.
-        model: name of the model (see `MODELS`) these values belong to; enabling another is an error.
+        head_assignment: how heads go to GPUs under context parallelism: "order", or "cost" for even work by the
+            densities of a calibration. It changes no result.
+        model: name of the model (see `presets.MODELS`) these values belong to; enabling another is an error.
+        rest: what becomes of what a mask leaves out: "drop", or "mean" to approximate each group by one key.
+        points: an operating point for every head and phase, instead of backbone, thresholds, order and rest.
+        cost_table: JSON file of `heart tune-costs`; None for the table that ships for this kind of device.
     """
 
-    backbone: Any = "xattention"
+    backbone: Backbone = "xattention"  # type: ignore[assignment]
     thresholds: Any = None
-    reuse: Any = None
+    reuse: Policy = None  # type: ignore[assignment]
     order: Any = "raster"
     dense_steps: int = 5
     dense_layers: int = 0
     kernel: str = "auto"
     force_sparse: bool = False
     scale_clusters: bool = False
-    deal: str = "order"
+    head_assignment: str = "order"
     model: str | None = None
+    rest: str = "drop"
+    points: PointTable | None = None
+    cost_table: str | None = None
+
+    if TYPE_CHECKING:  # what a user may give; __post_init__ turns it into the types above
+
+        def __init__(
+            self,
+            backbone: Backbone | str = "xattention",
+            thresholds: Thresholds | None = None,
+            reuse: Policy | None = None,
+            order: str | Sequence[Any] = "raster",
+            dense_steps: int = 5,
+            dense_layers: int = 0,
+            kernel: str = "auto",
+            force_sparse: bool = False,
+            scale_clusters: bool = False,
+            head_assignment: Literal["order", "cost"] = "order",
+            model: str | None = None,
+            rest: Literal["drop", "mean"] = "drop",
+            points: PointTable | None = None,
+            cost_table: str | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        if isinstance(self.backbone, str):
-            put("backbone", backbones.by_name(self.backbone))
-        if not callable(getattr(self.backbone, "predict", None)):
-            raise HeartError(f"backbone is {self.backbone!r}: give XAttention(...), SVG2(...) or a name")
-        if self.thresholds is None:
-            put("thresholds", self.backbone.default_threshold)
-        put("thresholds", _freeze_thresholds(self.thresholds))
-        if self.reuse is None:
-            put("reuse", TMR(delta=PAPER_DELTA.get(self.backbone.name, 30.0)))
-        if not isinstance(self.reuse, Policy):
-            raise HeartError(f"reuse is {self.reuse!r}: give TMR(...), Interval(n), Warmup(n) or Always()")
+        given: Any = self.backbone
+        put("backbone", backbones.by_name(given) if isinstance(given, str) else backbones.adapt(given))
+        value = self.backbone.default_threshold if self.thresholds is None else self.thresholds
+        put("thresholds", head_thresholds.freeze(value))
+        policy: Any = self.reuse
+        put("reuse", TMR(delta=self.backbone.default_delta) if policy is None else policies.adapt(policy))
         put("order", token_order.read(self.order))
-        if self.deal not in DEALS:
-            raise HeartError(f"deal is {self.deal!r}: it must be one of {', '.join(DEALS)}")
+        check_rest(self.rest)
+        if self.points is not None and not isinstance(self.points, PointTable):
+            raise HeartError(f"points is a {type(self.points).__name__}: give a PointTable, as a calibration makes it")
+        self._check_words()
+        self._check_numbers()
+
+    def _check_words(self) -> None:
+        if self.head_assignment not in HEAD_ASSIGNMENTS:
+            words = ", ".join(HEAD_ASSIGNMENTS)
+            raise HeartError(f"head_assignment is {_short(self.head_assignment)}: it must be one of {words}")
+        if not isinstance(self.kernel, str):
+            raise HeartError(f"kernel is {_short(self.kernel)}: give a kernel's name or 'auto'")
+        if self.cost_table is not None and not isinstance(self.cost_table, str):
+            raise HeartError(f"cost_table is {_short(self.cost_table)}: give the path of a file of heart tune-costs")
+        if self.model is not None:
+            from .presets import MODELS
+
+            if not isinstance(self.model, str) or self.model not in MODELS:
+                raise HeartError(f"model is {_short(self.model)}: known are {', '.join(MODELS)}; or leave it out")
+
+    def _check_numbers(self) -> None:
         for name in ("dense_steps", "dense_layers"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise HeartError(f"{name} is {value!r}: it must be a whole number, 0 or more")
-        if not isinstance(self.kernel, str):
-            raise HeartError(f"kernel is {self.kernel!r}: give a kernel's name or 'auto'")
-        if self.model is not None and self.model not in MODELS:
-            raise HeartError(f"model is {self.model!r}: known are {', '.join(MODELS)}; or leave it out")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= STEP_LIMIT:
+                raise HeartError(f"{name} is {_short(value)}: it must be a whole number, 0 or more")
+        for name in ("force_sparse", "scale_clusters"):
+            if not isinstance(getattr(self, name), bool):
+                raise HeartError(f"{name} is {_short(getattr(self, name))}: it must be true or false")
+
+    @property
+    def deal(self) -> str:
+        """The old name of `head_assignment`."""
+        warnings.warn("HeartConfig.deal is called head_assignment now", DeprecationWarning, stacklevel=2)
+        return self.head_assignment
 
     def replace(self, **changes: Any) -> HeartConfig:
         """A copy with some fields changed."""
-        return replace(self, **changes)
+        return replace(self, **_renamed(changes, stacklevel=3))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["backbone"] = self.backbone.to_dict()
-        data["thresholds"] = _plain(self.thresholds)
-        data["order"] = _plain(self.order)
+        data["thresholds"] = head_thresholds.plain(self.thresholds)
+        data["order"] = head_thresholds.plain(self.order)
         data["reuse"] = _policy_to_dict(self.reuse)
+        data["points"] = None if self.points is None else self.points.to_dict()
         return {"_type": "HeartConfig", "_version": VERSION, "_data": data}
+
+    def summary(self) -> dict[str, Any] | None:
+        """`to_dict()`, or None where something in it is a user's own and has no JSON form."""
+        try:
+            return self.to_dict()
+        except HeartError:
+            return None
 
     @classmethod
     def from_dict(cls, obj: Any) -> HeartConfig:
         """From what `to_dict` gave; anything unknown is refused by name."""
-        data = _unwrap(obj, "HeartConfig")
+        data = dict(_migrated(*_unwrap(obj, "HeartConfig")))
         known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(data) - known):
+        if unknown := sorted(str(name)[:40] for name in set(data) - known)[:5]:
             raise HeartError(f"the config has unknown fields {unknown}: known are {sorted(known)}")
-        data = dict(data)
         if isinstance(data.get("backbone"), dict):
             data["backbone"] = backbones.from_dict(data["backbone"])
-        if "reuse" in data:
+        if data.get("reuse") is not None:
             data["reuse"] = _policy_from_dict(data["reuse"])
+        if data.get("points") is not None:
+            data["points"] = PointTable.from_dict(data["points"])
         return cls(**data)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -125,38 +188,79 @@ class HeartConfig:
         return cls.from_dict(read_json(path))
 
 
+def _with_old_names(init: Any) -> Any:
+    """The constructor, with fields under their old names accepted and a wrong one refused in one sentence."""
+
+    @functools.wraps(init)
+    def checked(self: HeartConfig, *args: Any, **given: Any) -> None:
+        given = _renamed(given, stacklevel=3)
+        known = [f.name for f in fields(HeartConfig)]
+        if unknown := next((name for name in given if name not in known), None):
+            near = difflib.get_close_matches(unknown, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise HeartError(f"a config has no field {unknown[:40]!r}: {hint}")
+        init(self, *args, **given)
+
+    return checked
+
+
+HeartConfig.__init__ = _with_old_names(HeartConfig.__init__)  # type: ignore[method-assign]
+
+
+def _short(value: Any) -> str:
+    """A value in an error sentence, not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 # ---------------------------------------- JSON parts
 
 
-def _unwrap(obj: Any, kind: str) -> dict[str, Any]:
+def _renamed(data: dict[str, Any], stacklevel: int = 2) -> dict[str, Any]:
+    """Fields under their present names; an old one is said."""
+    if "deal" not in data:
+        return data
+    warnings.warn("the config's field deal is called head_assignment now", DeprecationWarning, stacklevel=stacklevel)
+    return {("head_assignment" if name == "deal" else name): value for name, value in data.items()}
+
+
+def _migrated(data: dict[str, Any], version: int) -> dict[str, Any]:
+    """Fields of any version as those of the present one: version 1 called the head assignment `deal`."""
+    return data if version == VERSION else {("head_assignment" if k == "deal" else k): v for k, v in data.items()}
+
+
+def _unwrap(obj: Any, kind: str) -> tuple[dict[str, Any], int]:
     if not isinstance(obj, dict) or set(obj) != {"_type", "_version", "_data"}:
         raise HeartError(f"this is no saved {kind}: it must be an object with _type, _version and _data")
     if obj["_type"] != kind:
-        raise HeartError(f"the file holds a {obj['_type']!r}, a {kind} is wanted")
-    if obj["_version"] != VERSION:
-        raise HeartError(f"the {kind} has version {obj['_version']!r}, this HEART reads {VERSION}: update or save anew")
+        raise HeartError(f"the file holds a {_short(obj['_type'])}, a {kind} is wanted")
+    version = obj["_version"]
+    if isinstance(version, bool) or version not in range(1, VERSION + 1):
+        raise HeartError(
+            f"the {kind} has version {_short(version)}, this HEART reads 1 to {VERSION}: update or save anew"
+        )
     if not isinstance(obj["_data"], dict):
         raise HeartError(f"the {kind}'s _data is {type(obj['_data']).__name__}: it must be an object")
-    return obj["_data"]
+    return obj["_data"], version
 
 
-def _policy_to_dict(policy: Any) -> dict[str, Any]:
-    name = type(policy).__name__
-    if POLICIES.get(name) is not type(policy):
-        raise HeartError(
-            f"the policy {name} is your own and has no JSON form: save the config with one of {[*POLICIES]}"
-        )
-    return {"_type": name, "_version": VERSION, "_data": _inf_to_text(asdict(policy))}
+def _policy_to_dict(policy: Policy) -> dict[str, Any]:
+    name = policy.name
+    if policies.POLICIES.get(name) is not type(policy):
+        known = [*policies.POLICIES]
+        raise HeartError(f"the policy {name} has no JSON form: register it, or save the config with one of {known}")
+    return {"_type": name, "_version": VERSION, "_data": _inf_to_text(policy.to_dict())}
 
 
 def _policy_from_dict(obj: Any) -> Policy:
     name = obj.get("_type") if isinstance(obj, dict) else None
-    if name not in POLICIES:
-        raise HeartError(f"the config's reuse is of type {name!r}: known are {', '.join(POLICIES)}")
+    if not isinstance(name, str) or name not in policies.POLICIES:
+        raise HeartError(f"the config's reuse is of type {_short(name)}: known are {', '.join(policies.POLICIES)}")
+    data = _text_to_inf(_unwrap(obj, name)[0])
     try:
-        return POLICIES[name](**_text_to_inf(_unwrap(obj, name)))
+        return policies.POLICIES[name](**data)
     except TypeError as error:
-        raise HeartError(f"the config's {name} has wrong fields ({error}): save it anew") from None
+        raise HeartError(f"the config's {name} has wrong fields ({str(error)[:120]}): save it anew") from None
 
 
 def _inf_to_text(x: Any) -> Any:
@@ -168,198 +272,11 @@ def _inf_to_text(x: Any) -> Any:
     return str(x) if isinstance(x, float) and math.isinf(x) else x
 
 
-def _text_to_inf(x: Any) -> Any:
+def _text_to_inf(x: Any, depth: int = 0) -> Any:
+    if depth > 4:
+        raise HeartError("the config's reuse is nested too deeply: save it anew")
     if isinstance(x, dict):
-        return {k: _text_to_inf(v) for k, v in x.items()}
+        return {str(k): _text_to_inf(v, depth + 1) for k, v in x.items()}
     if isinstance(x, list):
-        return [_text_to_inf(v) for v in x]
-    return float(x) if x in ("inf", "-inf") else x
-
-
-# ---------------------------------------- thresholds
-
-
-def _freeze_thresholds(value: Any) -> Any:
-    """Numbers as nested tuples (so that a config is hashable and cannot change); a Calibration as it is."""
-    if hasattr(value, "thresholds"):
-        return value
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple) and value and all(hasattr(x, "thresholds") for x in value):
-        from .calibration.experts import Experts
-
-        return Experts(tuple(value))
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = tuple(_freeze_thresholds(x) for x in value)
-        if len({_shape(p) for p in parts}) > 1 or not parts:
-            raise HeartError(
-                "the thresholds are ragged or empty: give a number, [H], or [L, H] with rows of one length"
-            )
-        return parts
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise HeartError(f"a threshold is {value!r}: give a number above 0, [H], [L, H] or a Calibration")
-    if not 0 < value < math.inf:  # also refuses NaN
-        raise HeartError(f"a threshold is {value!r}: it must be above 0 and finite (1 or more means dense)")
-    return float(value)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return (len(value), *_shape(value[0])) if isinstance(value, tuple) else ()
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "thresholds"):
-        value = _freeze_thresholds(value.thresholds)
-    return [_plain(x) for x in value] if isinstance(value, tuple) else value
-
-
-def threshold_table(thresholds: Any, transformers: int, layers: int, heads: int) -> list[list[tuple[float, ...]]]:
-    """Thresholds of every head, [transformers][layers] rows of `heads` numbers, from any of the accepted forms."""
-    value = _freeze_thresholds(getattr(thresholds, "thresholds", thresholds))
-    shape = _shape(value)
-    if shape == (heads,):
-        value = (value,) * layers
-    elif shape == ():
-        value = ((value,) * heads,) * layers
-    elif shape not in ((layers, heads), (transformers, layers, heads)):
-        have = " x ".join(map(str, shape))
-        raise HeartError(
-            f"the thresholds have shape [{have}] but the model has {layers} layers of {heads} heads:"
-            f" give one number, [{heads}] or [{layers} x {heads}]"
-        )
-    return [list(t) for t in (value if len(shape) == 3 else (value,) * transformers)]
-
-
-# ---------------------------------------- models and presets
-
-
-@dataclass(frozen=True)
-class Model:
-    """How a model is told from its diffusers config, and the size it is meant for."""
-
-    cls: str
-    layers: int
-    heads: int
-    head_dim: int
-    two: bool = False  # Wan2.2's pair of experts
-
-    def matches(self, transformer: Any) -> bool:
-        """Whether this transformer has these dimensions."""
-        return (self.cls, self.layers, self.heads, self.head_dim) == _dimensions(transformer)
-
-
-MODELS = {
-    "wan2.1-1.3b": Model("WanTransformer3DModel", 30, 12, 128),
-    "wan2.1-14b": Model("WanTransformer3DModel", 40, 40, 128),
-    "wan2.2-a14b": Model("WanTransformer3DModel", 40, 40, 128, two=True),
-    "hunyuanvideo-13b": Model("HunyuanVideoTransformer3DModel", 60, 24, 128),
-    "tiny": Model("WanTransformer3DModel", 6, 4, 32),
-}
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A config for one model at one size; `ours` says what in it is not the paper's."""
-
-    config: HeartConfig
-    width: int
-    height: int
-    frames: int
-    steps: int = 50
-    ours: str = ""
-
-
-def _presets() -> dict[str, Preset]:
-    """The paper's settings (its appendix, "Experimental Details"): δ 30 / 8 on Wan, 30 on HunyuanVideo."""
-    x, s = XAttention(stride=16, block=128), SVG2(q_clusters=300, k_clusters=1000, min_ratio=0.10)
-    wan = (HeartConfig(x, 0.9, TMR(delta=30.0)), HeartConfig(s, 0.9, TMR(delta=8.0)))
-    hunyuan = (HeartConfig(x, 0.9, TMR(delta=30.0)), HeartConfig(s, 0.9, TMR(delta=30.0)))
-    small = (
-        HeartConfig(XAttention(stride=8, block=64), 0.9, TMR(relative=TINY_RELATIVE["xattention"])),
-        HeartConfig(s, 0.9, TMR(relative=TINY_RELATIVE["svg2"]), scale_clusters=True),
-    )
-    rows = (
-        ("wan2.1-1.3b-480p", "wan2.1-1.3b", wan, (832, 480, 81)),
-        ("wan2.1-1.3b-720p", "wan2.1-1.3b", wan, (1280, 720, 81)),
-        ("wan2.1-14b", "wan2.1-14b", wan, (832, 480, 81)),
-        ("wan2.2-a14b", "wan2.2-a14b", wan, (832, 480, 81)),
-        ("hunyuanvideo-13b", "hunyuanvideo-13b", hunyuan, (720, 480, 129)),
-        ("tiny", "tiny", small, (NATIVE["width"], NATIVE["height"], NATIVE["num_frames"])),
-    )
-    made = {}
-    for name, model, configs, size in rows:
-        for config in configs:
-            kind = config.backbone.name
-            made[f"{name}-{kind}"] = Preset(config.replace(model=model), *size, ours=_OURS.get((model, kind), ""))
-    return made
-
-
-# What in a preset is not the paper's.
-_OURS = {
-    ("wan2.2-a14b", "xattention"): "the model: the paper ran Wan2.1",
-    ("wan2.2-a14b", "svg2"): "the model: the paper ran Wan2.1",
-    ("hunyuanvideo-13b", "xattention"): "δ: the paper has no XAttention on HunyuanVideo",
-    ("tiny", "xattention"): "block, stride and δ, which fit its size",
-    ("tiny", "svg2"): "cluster counts and δ, which fit its size",
-}
-# Bounds on the relative drift: for the embedded model, and for models nobody has tuned (`heart tune-delta` does).
-# On the embedded model (8 prompts, 2 seeds, small size, 25 steps; docs/reproduction.md) XAttention at 0.1 reuses 71 % of
-# its masks and PSNR does not fall.
-TINY_RELATIVE = {"xattention": 0.1, "svg2": 0.2}
-UNKNOWN_RELATIVE = 0.1
-
-PRESETS: dict[str, Preset] = _presets()
-
-
-def identify(transformer: Any, two: bool = False) -> str | None:
-    """The name in `MODELS` of a transformer (`two`: its pipeline has a second one), or None."""
-    found = [name for name, model in MODELS.items() if model.matches(transformer)]
-    same = [name for name in found if MODELS[name].two == two]
-    return (same or found or [None])[0]
-
-
-def preset(name: str, model: Any = None) -> HeartConfig:
-    """The config of a preset, or with a backbone's name the one for this pipeline or transformer."""
-    return find_preset(name, model)[0]
-
-
-def find_preset(name: str, model: Any = None) -> tuple[HeartConfig, str]:
-    """As `preset`, with a line for an unknown model that says what it got (empty for a known one)."""
-    if name in PRESETS:
-        return PRESETS[name].config, ""
-    if name not in backbones.BACKBONES:
-        known = ", ".join([*backbones.BACKBONES, *PRESETS])
-        raise HeartError(f"there is no preset {name!r}: give a .json file or one of {known}")
-    transformer = getattr(model, "transformer", None) or model
-    found = identify(transformer, getattr(model, "transformer_2", None) is not None)
-    for key, candidate in PRESETS.items():
-        if found is not None and candidate.config.model == found and key.endswith(name):
-            return candidate.config, ""
-    kind = type(transformer).__name__ if transformer is not None else "model"
-    note = (
-        f"no preset knows this {kind}: relative δ {UNKNOWN_RELATIVE:g} and other safe values; "
-        "heart tune-delta and heart tune-order find better ones"
-    )
-    log.warning("%s", note)
-    return HeartConfig(name, 0.9, TMR(relative=UNKNOWN_RELATIVE), scale_clusters=True), note
-
-
-def check_model(config: HeartConfig, transformer: Any) -> None:
-    """Raise if the config was made for a model of other dimensions than this one."""
-    if config.model is None or MODELS[config.model].matches(transformer):
-        return
-    want, have = MODELS[config.model], _dimensions(transformer)
-    raise HeartError(
-        f"the config is for {config.model} ({want.cls}, {want.layers} layers, {want.heads} heads of {want.head_dim})"
-        f" but the model is {have[0]} with {have[1]} layers, {have[2]} heads of {have[3]}:"
-        " use 'xattention' or 'svg2' to have the right preset found"
-    )
-
-
-def _dimensions(transformer: Any) -> tuple[str, int, int, int]:
-    """Class, layers, heads and head size as the diffusers config tells them (0 where it does not)."""
-    config = getattr(transformer, "config", None) or {}
-    get = config.get if hasattr(config, "get") else lambda key, default=None: getattr(config, key, default)
-    heads = get("num_attention_heads", 0) or 0
-    layers = (get("num_layers", 0) or 0) + (get("num_single_layers", 0) or 0)
-    return type(transformer).__name__, layers, heads, get("attention_head_dim", 0) or 0
+        return [_text_to_inf(v, depth + 1) for v in x]
+    return float(x) if isinstance(x, str) and x in ("inf", "-inf") else x

@@ -171,7 +171,7 @@ def test_warm_start_goes_on_from_stored_centroids(path):
     state = small.new_state()
     small.predict(q, k, 0.8, state, key=(0, "", 0))
     assert set(state.centroids) == {(0, 0), (0, 1), (0, 2)}
-    assert state.nbytes == 3 * (5 + 12) * 8 * 4
+    assert state.nbytes() == {"centroids": 3 * (5 + 12) * 8 * 4}
     old = state.centroids[0, 1]
     mask = small.predict(q2[:, 1:2], k2[:, 1:2], 0.8, state, heads=[1], key=(0, "", 0))
     want, centroids, _ = small.cluster(k2[:, 1:2], old[1][None, None], small.step_iters)

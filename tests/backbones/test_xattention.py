@@ -240,7 +240,7 @@ def test_settings_there_and_back():
     assert isinstance(XAttention(), backbones.Backbone)
     state = XAttention().new_state()
     state.clear()
-    assert state.nbytes == 0
+    assert state.nbytes() == {}
 
 
 q64, k64 = inputs(0, 64)

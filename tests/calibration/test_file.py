@@ -418,7 +418,8 @@ def test_other_band_weights_need_no_new_probe():
 
 
 def test_it_serves_as_the_thresholds_of_a_config(wan):
-    from heart_attention.config import HeartConfig, threshold_table
+    from heart_attention.config import HeartConfig
+    from heart_attention.online.thresholds import table as threshold_table
 
     config = HeartConfig("xattention", thresholds=made(wan))
     assert hash(config) == hash(HeartConfig("xattention", thresholds=made(wan)))

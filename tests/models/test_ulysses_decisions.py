@@ -14,7 +14,7 @@ from models_in_parallel import generate, parallel
 
 import heart_attention as heart
 from heart_attention.models.attachment import attach
-from heart_attention.online.cost_model import Line, Overheads
+from heart_attention.online.cost_model import Costs, CostTable, Line
 from heart_attention.online.engine import Engine
 
 PATIENCE = 60
@@ -24,7 +24,8 @@ FREE = Line(0.0, 0.0)
 
 def table(fixed=0.0, kernel=1.0):
     """Costs in units of dense attention over one token pair; a head of the tiny model has 16,384."""
-    return Overheads(dense=Line(0.0, 1.0), kernel=Line(fixed, kernel), prediction=FREE, drift=FREE, start=FREE)
+    costs = Costs(Line(0.0, 1.0), Line(fixed, kernel), prediction=FREE, drift=FREE, first=FREE, means=FREE)
+    return CostTable("made up", "a test", 0.0, {"block": {16: costs}, "cluster": {16: costs}})
 
 
 # name: thresholds [L, H], the cost table of each rank (a lone process has the first), seconds that rank 1 is late
@@ -48,7 +49,7 @@ def config(thresholds):
 def run(name, rank=None):
     """Outputs, and for each (layer, step) why it ran dense ("" for sparse), on one process or on a rank of two."""
     thresholds, tables, late = CASES[name]
-    handler = Engine(config(thresholds), layers=2, heads=HEADS, overheads=tables[rank or 0])
+    handler = Engine(config(thresholds), layers=2, heads=HEADS, costs=tables[rank or 0])
     attach(model := tiny.wan(num_attention_heads=HEADS), handler)
     if rank is not None:
         parallel(model, ulysses_degree=2, ulysses_anything=True)

@@ -298,7 +298,7 @@ def test_prompts_of_different_lengths_that_run_dense_cost_one_dense_call():
         batches.append(q.shape[0])
         return sdpa(q, k, v)
 
-    engine = Engine(config(force_sparse=False), 1, H, overheads=costs(100.0))
+    engine = Engine(config(force_sparse=False), 1, H, costs=costs(100.0))
     (qkv,) = trajectory(steps=1, batch=4)
     out = engine.attend(at(0, text=texts), *qkv, dense)
     assert torch.equal(out, sdpa(*qkv)) and batches == [4]
@@ -436,17 +436,16 @@ def _wanted(engine, call, qkv):
 # ---------------------------------------------------------------- dense fall-back
 
 
-def costs(kernel_rate, start=0.0):
-    """Overheads made up so that sparse pays below a density of 1/kernel_rate; a first mask costs `start`."""
-    free = cost_model.Line(0, 0.0)
-    return cost_model.Overheads(
-        cost_model.Line(0, 1.0), cost_model.Line(0, kernel_rate), free, free, cost_model.Line(start, 0.0)
-    )
+def costs(kernel_rate, later=0.0, first=0.0):
+    """A table made up so that sparse pays below a density of 1/kernel_rate; masks cost `later`, a first one `first`."""
+    line, free = cost_model.Line, cost_model.Line(0, 0.0)
+    parts = cost_model.Costs(line(0, 1.0), line(0, kernel_rate), line(later, 0.0), free, line(first, 0.0), free)
+    return cost_model.CostTable("made up", "a test", 0.0, {"block": {16: parts}, "cluster": {16: parts}})
 
 
 def test_dense_when_sparse_cannot_pay_and_it_says_why():
     steps = list(trajectory(8))
-    engine = Engine(config(force_sparse=False), 1, H, overheads=costs(100.0))
+    engine = Engine(config(force_sparse=False), 1, H, costs=costs(100.0))
     outs = run(engine, steps)
     assert all(torch.equal(out, sdpa(*qkv)) for out, qkv in zip(outs, steps))
     assert engine.stats()["dense_reasons"] == {"not worth it: too few tokens": 8}
@@ -457,7 +456,7 @@ def test_dense_when_masks_keep_too_much_looks_again_ever_less_often(monkeypatch)
     calls = []
     original = XAttention.predict
     monkeypatch.setattr(XAttention, "predict", lambda self, *a, **kw: calls.append(1) or original(self, *a, **kw))
-    engine = Engine(config(force_sparse=False, thresholds=0.95, reuse=Always()), 1, H, overheads=costs(1.5))
+    engine = Engine(config(force_sparse=False, thresholds=0.95, reuse=Always()), 1, H, costs=costs(1.5))
     outs = run(engine, steps := list(trajectory(16)))
     assert all(torch.equal(out, sdpa(*qkv)) for out, qkv in zip(outs, steps))
     assert engine.stats()["dense_reasons"] == {"not worth it: the masks keep too much": 16}
@@ -465,66 +464,29 @@ def test_dense_when_masks_keep_too_much_looks_again_ever_less_often(monkeypatch)
 
 
 def test_sparse_where_it_pays_and_where_it_is_forced():
-    for kw, expected in (({"overheads": costs(1.0)}, 0), ({"overheads": costs(100.0)}, 3)):
+    for kw, expected in (({"costs": costs(1.0)}, 0), ({"costs": costs(100.0)}, 3)):
         engine = Engine(config(force_sparse=False), 1, H, **kw)
         run(engine, trajectory(3))
         assert engine.stats()["dense_calls"] == expected
-    forced = Engine(config(force_sparse=True), 1, H, overheads=costs(100.0))
+    forced = Engine(config(force_sparse=True), 1, H, costs=costs(100.0))
     run(forced, trajectory(3))
     assert forced.stats()["dense_calls"] == 0
 
 
 def test_a_first_mask_that_the_steps_left_cannot_win_back_is_not_made():
     steps = list(trajectory(8))
-    dense = costs(1.0).dense_seconds(tuple(steps[0][0].shape))
+    dense = cost_model.pairs(tuple(steps[0][0].shape))
+    clusters = SVG2(4, 6, init_iters=10000, step_iters=1, min_ratio=0.1)
     # half of each of the 8 calls is to be won
     for start, length, sparse in ((3.9, 8, True), (4.1, 8, False), (4.1, None, True), (4.1, 9, True)):
-        engine = Engine(config(force_sparse=False, dense_steps=0), 1, H, overheads=costs(1.0, start * dense))
+        table = costs(1.0, later=1e-3 * dense, first=start * dense)
+        chosen = config(clusters, 0.3, force_sparse=False, dense_steps=0)
+        engine = Engine(chosen, 1, H, costs=table)
         engine.steps = lambda length=length: length
         run(engine, steps)
         reasons = engine.stats()["dense_reasons"]
         assert ("not worth it: the first clustering would not be won back" in reasons) is not sparse
         assert not sparse or not reasons
-
-
-def test_a_first_clustering_timed_at_a_busy_moment_is_bounded_by_its_iterations():
-    line, shape = cost_model.Line, (1, 4, 4096, 32)
-    svg2 = SVG2(38, 125, init_iters=50, step_iters=2)
-    work = cost_model.prediction_work(svg2, shape)
-    busy = cost_model.Overheads(line(0, 1e-11), line(0, 1e-11), line(0, 1e-4 / work), line(0, 0), line(9.0, 0))
-    assert busy.start_pays(shape, 0.5, 0.3, svg2, calls=20)  # 25 times 0.1 ms, not 9 s
-    assert not busy.start_pays(shape, 0.5, 0.3, XAttention(), calls=20)
-    alike = cost_model.Overheads(line(0, 1e-11), line(0, 1e-10), line(1.0, 0), line(0, 0), line(1.2, 0))
-    assert alike.start_pays(shape, 0.5, 0.3, XAttention(), calls=1)  # its masks may be sparser than is expected here
-
-
-def test_svg2_is_measured_with_its_usual_share_of_clusters(monkeypatch):
-    seen = set()
-    original = SVG2.predict
-    monkeypatch.setattr(SVG2, "predict", lambda self, *a, **kw: seen.add(self.q_clusters) or original(self, *a, **kw))
-    cost_model.measure("cpu", torch.float32, 16, SVG2().scaled_to(4096), kernels.get("gather"))
-    assert seen == {SVG2().scaled_to(n).q_clusters for n in (512, 2048)}
-
-
-def test_overheads_are_measured_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost_model, "_KNOWN", {})
-    q = torch.randn(1, 2, 64, 16)
-    kernel = kernels.choose(None, q, "auto")
-    monkeypatch.setattr(cost_model, "STEADY", 0.0)  # as if every repetition had been disturbed
-    cost_model.overheads(q, X, kernel)
-    assert not (tmp_path / cost_model.FILE).exists()
-    monkeypatch.setattr(cost_model, "_KNOWN", {})
-    monkeypatch.setattr(cost_model, "STEADY", float("inf"))
-    found = cost_model.overheads(q, X, kernel)
-    assert found.dense_seconds((1, 2, 4096, 16)) > 0 and found.kernel.rate > 0
-    monkeypatch.setattr(cost_model, "_KNOWN", {})
-    monkeypatch.setattr(cost_model, "measure", lambda *a: pytest.fail("measured twice"))
-    assert cost_model.overheads(q, X, kernel) == found
-    (tmp_path / cost_model.FILE).write_text("{damaged")
-    monkeypatch.setattr(cost_model, "_KNOWN", {})
-    monkeypatch.setattr(cost_model, "measure", lambda *a: (found, True))
-    assert cost_model.overheads(q, X, kernel) == found
 
 
 def test_gradients_cross_shapes_and_dense_layers_run_dense():
@@ -561,7 +523,7 @@ def test_cache_memory_is_reported_and_small():
     x = Engine(config(XAttention(stride=16, block=128)), 1, heads)
     s = Engine(config(SVG2(q_clusters=20, k_clusters=64, init_iters=1)), 1, heads)
     for engine in (x, s):
-        engine._run = lambda call, state: call.q  # the kernel itself is not what is measured
+        engine._run = lambda request, state, dense: request.q  # the kernel itself is not what is measured
         engine.attend(at(0), q, k, v, sdpa)
     pairs = heads * (n // 128) ** 2
     assert x.memory()["masks"] <= 1.1 * pairs / 8

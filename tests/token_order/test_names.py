@@ -74,7 +74,7 @@ def test_an_order_for_another_model_or_block_is_refused():
     with pytest.raises(HeartError, match="tiles of 64 tokens but the backbone's blocks have 16"):
         Engine(config(order=(("4x4x4",) * H,)), 1, H)
     two = Engine(config(order=((ROW,), (ROW[::-1],))), 1, H, transformers=2)
-    assert two._head_orders == [[ROW], [ROW[::-1]]]
+    assert two.points.groups(1, 0, 0)[0].orders.order == ((ROW,), (ROW[::-1],))
 
 
 @some

@@ -1,32 +1,10 @@
-"""Backbones: how the mask is predicted. `by_name` and `from_dict` find them."""
+"""Backbones: how the mask is predicted. `registry` finds them by name."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..errors import HeartError
-from .base import Backbone
+from .base import Backbone, adapt
+from .registry import by_name, find, from_dict, names, register
 from .svg2 import SVG2
 from .xattention import XAttention
 
-BACKBONES: dict[str, type] = {XAttention.name: XAttention, SVG2.name: SVG2}
-
-__all__ = ["BACKBONES", "SVG2", "Backbone", "XAttention", "by_name", "from_dict"]
-
-
-def _find(name: Any) -> type:
-    if name not in BACKBONES:
-        raise HeartError(f"there is no backbone {name!r}: choose one of {', '.join(BACKBONES)}")
-    return BACKBONES[name]
-
-
-def by_name(name: str, **settings: Any) -> Any:
-    """The backbone of that name, with its default settings unless others are given."""
-    return from_dict({"name": name, **settings})
-
-
-def from_dict(data: dict[str, Any]) -> Any:
-    """The backbone that `to_dict` described."""
-    if not isinstance(data, dict) or "name" not in data:
-        raise HeartError(f"a backbone's settings are a dict with a name, not {data!r}")
-    return _find(data["name"]).from_dict(data)  # type: ignore[attr-defined]
+__all__ = ["SVG2", "Backbone", "XAttention", "adapt", "by_name", "find", "from_dict", "names", "register"]

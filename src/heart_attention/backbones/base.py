@@ -1,29 +1,54 @@
-"""What a backbone is, and what backbones share: reading thresholds, checking shapes, JSON."""
+"""What a backbone is: the base class with defaults that the engine asks, and what backbones share."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import functools
+import inspect
+import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..masks import BlockMask, ClusterMask, Text
+from ..masks import Mask, Text
 
 Thresholds = float | Sequence[Any] | Tensor
 Key = tuple[int, str, int]  # layer, guidance branch, number of the first batch item
+Shape = tuple[int, ...]  # of q: [B, H, N, D]
 
 
-@runtime_checkable
-class Backbone(Protocol):
-    """Predicts which attention to compute. Anything with these members can be given to `HeartConfig`."""
+class State:
+    """What a backbone remembers between calls of one layer and branch; this one remembers nothing."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def forget(self, heads: Sequence[int]) -> None:
+        """Forget these heads of the model."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held, by kind."""
+        return {}
+
+
+class Backbone(abc.ABC):
+    """Predicts which attention to compute, for the heads it is given.
+
+    A subclass is a frozen dataclass of its settings with a `name`, registered by `heart.register_backbone`. Only
+    `predict` must be written; everything else has a default.
+    """
 
     name: ClassVar[str]
-    default_threshold: ClassVar[float]
+    default_threshold: ClassVar[float] = 0.9
+    default_delta: ClassVar[float] = 30.0  # bound on the drift, for models that no preset knows better
+    candidates: ClassVar[tuple[float, ...]] = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)  # thresholds calibration tries
 
+    @abc.abstractmethod
     def predict(
         self,
         q: Tensor,
@@ -35,7 +60,8 @@ class Backbone(Protocol):
         order: Tensor | None = None,
         heads: Sequence[int] | Tensor | None = None,
         key: Key | None = None,
-    ) -> BlockMask | ClusterMask:
+        v: Tensor | None = None,
+    ) -> Any:
         """The mask for q, k [B, H, N, D] and thresholds τ (float, [H] or [B, H]); τ ≥ 1 keeps everything.
 
         Args:
@@ -44,50 +70,168 @@ class Backbone(Protocol):
             order: permutation of the tokens for block masks.
             heads: which heads of the model these are, when they are not all.
             key: (layer, branch, first batch item), for private randomness and for `state`.
+            v: values [B, H, N, D], for a selection that reads them; a subclass may leave it out of its signature.
         """
-        ...
+
+    def predict_many(
+        self,
+        q: Tensor,
+        k: Tensor,
+        thresholds: Sequence[float],
+        text: Text | None = None,
+        *,
+        order: Tensor | None = None,
+        heads: Sequence[int] | Tensor | None = None,
+        key: Key | None = None,
+        v: Tensor | None = None,
+    ) -> tuple[list[Any], Any]:
+        """A mask for each threshold, and the one that keeps everything; from one prediction where that can be."""
+        given: dict[str, Any] = {"text": text, "order": order, "heads": heads, "key": key}
+        if self.reads_values:
+            given["v"] = v
+        masks = [self.predict(q, k, float(tau), self.new_state(), **given) for tau in thresholds]
+        return masks, self.predict(q, k, 1.0, self.new_state(), **given)
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether `predict` takes v."""
+        return _takes(type(self), "v")
 
     def new_state(self) -> Any:
         """An empty memory for one (layer, branch)."""
-        ...
+        return State()
+
+    def state_bytes(self, state: Any) -> dict[str, int]:
+        """Bytes that such a memory holds, by kind."""
+        return state.nbytes()
 
     def scaled_to(self, n_tokens: int) -> Any:
         """A copy with settings that suit `n_tokens`."""
-        ...
+        return self
+
+    def usual(self) -> Any:
+        """A copy with the settings that costs are measured with, where this one was fitted to a sequence."""
+        return self
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens of a block, for token orders; None if the backbone has no use for an order."""
+        return None
+
+    def seen_tokens(self, text: Text | None, n: int, device: Any = None) -> slice | Tensor | None:
+        """The tokens the predictor sees, of which drift takes the means; None for all."""
+        return None if text is None else text.without_unused(n)
+
+    def prediction_work(self, shape: Shape) -> float:
+        """How the cost of a prediction grows with the shape of q."""
+        return pairs(shape)
+
+    @property
+    def first_prediction_factor(self) -> float:
+        """How much dearer than a later one a generation's first prediction can be."""
+        return 1.0
+
+    def least_density(self, n: int) -> float:
+        """The least share of token pairs that a mask of n tokens can keep."""
+        return min(1.0, (self.block_tokens or 1) / n)
+
+    def cost_key(self) -> str:
+        """Name and those settings on which the cost of a prediction depends."""
+        return self.name
 
     def to_dict(self) -> dict[str, Any]:
         """Name and settings, for JSON."""
-        ...
-
-
-class NoState:
-    """The memory of a backbone that remembers nothing."""
-
-    nbytes = 0
-
-    def clear(self) -> None:
-        """Nothing to forget."""
-
-
-class Settings:
-    """JSON for a frozen dataclass of settings with a `name`."""
-
-    name: ClassVar[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Name and settings, for JSON."""
-        return {"name": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+        return {"name": self.name, **{f.name: getattr(self, f.name) for f in _fields(type(self))}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
         """The backbone that `to_dict` described."""
-        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        known = {field.name for field in _fields(cls)}
         unknown = set(data) - known - {"name"}
         if unknown:
-            raise HeartError(f"{cls.name} has no setting {sorted(unknown)}: it has {sorted(known)}")
+            raise HeartError(f"{cls.name} has no setting {sorted(map(str, unknown))}: it has {sorted(known)}")
         if data.get("name", cls.name) != cls.name:
             raise HeartError(f"these are settings of {data['name']!r}, not of {cls.name!r}")
-        return cls(**{name: value for name, value in data.items() if name != "name"})
+        try:
+            return cls(**{name: value for name, value in data.items() if name != "name"})
+        except TypeError as error:
+            raise HeartError(f"the settings of {cls.name} do not fit ({error}): save them anew") from None
+
+
+def _fields(cls: Any) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+
+
+@functools.cache
+def _takes(cls: type, parameter: str) -> bool:
+    parameters = inspect.signature(cls.predict).parameters  # type: ignore[attr-defined]
+    return parameter in parameters
+
+
+class Adapted(Backbone):
+    """A user's object with `predict` that does not derive from `Backbone`, made one at the door."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.name = getattr(inner, "name", type(inner).__name__)  # type: ignore[misc]
+        self.default_threshold = getattr(inner, "default_threshold", 0.9)  # type: ignore[misc]
+        self._takes_v = "v" in inspect.signature(inner.predict).parameters
+
+    def predict(self, q: Tensor, k: Tensor, thresholds: Thresholds, *args: Any, v: Any = None, **more: Any) -> Any:
+        """As the user's object does."""
+        if self._takes_v:
+            more["v"] = v
+        return self.inner.predict(q, k, thresholds, *args, **more)
+
+    def new_state(self) -> Any:
+        """The user's own memory, or none."""
+        return getattr(self.inner, "new_state", State)()
+
+    def state_bytes(self, state: Any) -> dict[str, int]:
+        """Nobody knows what a user's memory holds."""
+        return {}
+
+    def scaled_to(self, n_tokens: int) -> Any:
+        """As the user's object does."""
+        scaled = getattr(self.inner, "scaled_to", lambda n: self.inner)(n_tokens)
+        return self if scaled is self.inner else Adapted(scaled)
+
+    @property
+    def block_tokens(self) -> int | None:
+        """The user's blocks, where it names them."""
+        return getattr(self.inner, "block", None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The user's own form."""
+        if not callable(getattr(self.inner, "to_dict", None)):
+            raise HeartError(f"the backbone {self.name} has no to_dict: derive it from Backbone to save it")
+        return self.inner.to_dict()
+
+
+def adapt(backbone: Any) -> Backbone:
+    """A backbone from anything that predicts; refuses what does not."""
+    if isinstance(backbone, Backbone):
+        return backbone
+    if isinstance(backbone, type) or not callable(getattr(backbone, "predict", None)):
+        raise HeartError(f"backbone is {backbone!r}: give XAttention(...), SVG2(...) or a name")
+    return Adapted(backbone)
+
+
+# ---------------------------------------- work
+
+
+def pairs(shape: Shape) -> float:
+    """Token pairs times head size of q [B, H, N, D]: what dense attention grows with."""
+    batch, heads, n, dim = shape
+    return float(batch * heads * dim) * n * n
+
+
+def tokens(shape: Shape) -> float:
+    """Numbers in q [B, H, N, D]."""
+    return float(math.prod(shape))
+
+
+# ---------------------------------------- reading arguments
 
 
 def check_qk(q: Tensor, k: Tensor) -> None:
@@ -109,6 +253,13 @@ def check_positive(owner: str, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise HeartError(f"{owner} got {name}={value!r}: give an integer of at least 1")
+
+
+def check_share(owner: str, **values: Any) -> None:
+    """Raise unless each value is a number from 0 to 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise HeartError(f"{owner} got {name}={value!r}: give a number from 0 to 1")
 
 
 def read_thresholds(thresholds: Thresholds, batch: int, heads: int) -> Tensor:
@@ -149,3 +300,22 @@ def read_text(text: Text | Sequence[Text] | None, n: int) -> Text | None:
         return None
     text.check(n)
     return text
+
+
+__all__ = [
+    "Adapted",
+    "Backbone",
+    "Key",
+    "Mask",
+    "State",
+    "Thresholds",
+    "adapt",
+    "check_positive",
+    "check_qk",
+    "check_share",
+    "pairs",
+    "read_heads",
+    "read_text",
+    "read_thresholds",
+    "tokens",
+]

@@ -15,14 +15,27 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..masks import ClusterMask, Text, top_p
-from .base import Key, Settings, Thresholds, check_positive, check_qk, read_heads, read_text, read_thresholds
+from ..masks import ClusterMask, Text, count_labels, top_p
+from .base import (
+    Backbone,
+    Key,
+    Shape,
+    State,
+    Thresholds,
+    check_positive,
+    check_qk,
+    check_share,
+    read_heads,
+    read_text,
+    read_thresholds,
+    tokens,
+)
 from .kmeans import Clusters, lloyd_heads, random_tokens
 
 REFERENCE_TOKENS = 32760  # Wan2.1 at 480p, 81 frames: the size that the default cluster counts are meant for
 
 
-class ClusterState:
+class ClusterState(State):
     """Centroids of one (layer, branch) from the last refresh: the warm start of the next."""
 
     def __init__(self) -> None:
@@ -32,14 +45,18 @@ class ClusterState:
         """Forget everything: the next prediction starts from random tokens."""
         self.centroids.clear()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(t.numel() * t.element_size() for pair in self.centroids.values() for t in pair)
+    def forget(self, heads: Sequence[int]) -> None:
+        """These heads start from random tokens again."""
+        for place in [place for place in self.centroids if place[1] in set(heads)]:
+            del self.centroids[place]
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the centroids."""
+        return {"centroids": sum(t.numel() * t.element_size() for pair in self.centroids.values() for t in pair)}
 
 
 @dataclass(frozen=True)
-class SVG2(Settings):
+class SVG2(Backbone):
     """The SVG2 predictor.
 
     Args:
@@ -58,13 +75,12 @@ class SVG2(Settings):
     seed: int = 0
 
     name: ClassVar[str] = "svg2"
-    default_threshold: ClassVar[float] = 0.9
+    default_delta: ClassVar[float] = 8.0  # the paper's, on Wan
 
     def __post_init__(self) -> None:
         check_positive("SVG2", q_clusters=self.q_clusters, k_clusters=self.k_clusters)
         check_positive("SVG2", init_iters=self.init_iters, step_iters=self.step_iters)
-        if not 0 <= self.min_ratio <= 1:
-            raise HeartError(f"SVG2 got min_ratio={self.min_ratio}: give a share of the key clusters from 0 to 1")
+        check_share("SVG2", min_ratio=self.min_ratio)
         if max(self.q_clusters, self.k_clusters) > torch.iinfo(torch.int16).max - 2:
             raise HeartError(
                 f"SVG2 got {max(self.q_clusters, self.k_clusters)} clusters: labels are 16-bit, "
@@ -81,6 +97,27 @@ class SVG2(Settings):
         counts = (max(1, round(c * share)) for c in (self.q_clusters, self.k_clusters))
         q_clusters, k_clusters = (min(c, max(1, n_tokens)) for c in counts)
         return replace(self, q_clusters=q_clusters, k_clusters=k_clusters)
+
+    def usual(self) -> SVG2:
+        """With the usual cluster counts: few clusters of a short sequence would tell nothing about costs."""
+        return replace(self, q_clusters=SVG2.q_clusters, k_clusters=SVG2.k_clusters)
+
+    def seen_tokens(self, text: Text | None, n: int, device: Any = None) -> slice | Tensor | None:
+        """Only video is clustered."""
+        return None if text is None else text.video(n, device)
+
+    def prediction_work(self, shape: Shape) -> float:
+        """Tokens times clusters times iterations."""
+        return tokens(shape) * (self.q_clusters + self.k_clusters) * self.step_iters
+
+    @property
+    def first_prediction_factor(self) -> float:
+        """The first clustering starts from random tokens and takes more iterations."""
+        return self.init_iters / self.step_iters
+
+    def least_density(self, n: int) -> float:
+        """The share of clusters that is always kept."""
+        return self.min_ratio or min(1.0, 1 / self.k_clusters)
 
     @torch.no_grad()
     def predict(
@@ -118,6 +155,33 @@ class SVG2(Settings):
                 if state is not None:
                     state.centroids[places[h]] = (pair[0].centroids, pair[1].centroids)
         return mask
+
+    @torch.no_grad()
+    def predict_many(
+        self,
+        q: Tensor,
+        k: Tensor,
+        thresholds: Sequence[float],
+        text: Text | None = None,
+        *,
+        order: Tensor | None = None,
+        heads: Sequence[int] | Tensor | None = None,
+        key: Key | None = None,
+        v: Tensor | None = None,
+    ) -> tuple[list[ClusterMask], ClusterMask]:
+        """A mask for each threshold and the full one, from one clustering from scratch."""
+        state, first = self.new_state(), 0 if key is None else key[2]
+        full = self.predict(q, k, 1.0, state, text, heads=heads, key=key)
+        places = [(first, name) for name in read_heads(heads, q.shape[1])]
+        centroids = [torch.stack([state.centroids[at][side] for at in places])[None] for side in (0, 1)]  # [1, H, C, D]
+        rows, cols = (c.shape[2] for c in centroids)
+        sizes = count_labels(full.k_labels, full.map.shape[3])[..., :cols]
+        masks = []
+        for tau in thresholds:
+            kept = full.map.clone()
+            kept[:, :, :rows, :cols] = self.map(*centroids, sizes, float(tau))
+            masks.append(replace(full, map=kept))
+        return masks, full
 
     @torch.no_grad()
     def cluster(self, x: Tensor, init: Tensor, iters: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,8 +254,8 @@ class SVG2(Settings):
         """Random video tokens of one head [N, D] as centroids [C, D]; the batch item plays no part in the draw."""
         n = x.shape[0] if text is None else text.video_count(x.shape[0])
         chosen = random_tokens(n, count, self.seed, *key)
-        if text is not None:  # from the count among video tokens to the place in the sequence
-            chosen = torch.where(chosen < text.start, chosen, chosen + text.prompt + text.unused)
+        if text is not None:
+            chosen = text.place(chosen)
         return x.index_select(0, chosen.to(x.device))
 
     def _check_counts(self, tokens: int, clusters: int) -> None:

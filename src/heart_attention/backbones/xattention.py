@@ -8,7 +8,7 @@ not depend on which others are predicted with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 from ..errors import HeartError
 from ..kernels.ops.scores import block_scores
 from ..masks import BlockMask, Text, top_p
-from .base import Key, NoState, Settings, Thresholds, check_positive, check_qk, read_text, read_thresholds
+from .base import Backbone, Key, Shape, Thresholds, check_positive, check_qk, pairs, read_text, read_thresholds
 
 SCORE_FLOATS = 1 << 19  # scores that exist at once, unless one head has more
 
 
 @dataclass(frozen=True)
-class XAttention(Settings):
+class XAttention(Backbone):
     """The XAttention predictor.
 
     Args:
@@ -51,13 +51,18 @@ class XAttention(Settings):
             check_positive("XAttention", pad=self.pad)
             self._check_chunk(int(self.pad))
 
-    def new_state(self) -> NoState:
-        """XAttention remembers nothing."""
-        return NoState()
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.block
 
-    def scaled_to(self, n_tokens: int) -> XAttention:
-        """Itself: nothing here depends on the number of tokens."""
-        return self
+    def prediction_work(self, shape: Shape) -> float:
+        """One product of 1/S of the pairs."""
+        return pairs(shape) / self.stride
+
+    def cost_key(self) -> str:
+        """Block and stride decide what a prediction costs."""
+        return f"{self.name} block {self.block}, stride {self.stride}"
 
     @torch.no_grad()
     def scores(self, q: Tensor, k: Tensor, order: Tensor | None = None) -> Tensor:
@@ -99,6 +104,26 @@ class XAttention(Settings):
             share = tau[b, h].unsqueeze(-1).to(q.device)  # [heads, 1]
             blocks[b, h] = self.select(self._scores(q, k, order, part)[:, :rows], share)[..., :cols]
         return BlockMask(blocks, self.block, n_q, n_k, order, tail, text=read_text(text, n))
+
+    @torch.no_grad()
+    def predict_many(
+        self,
+        q: Tensor,
+        k: Tensor,
+        thresholds: Sequence[float],
+        text: Text | None = None,
+        *,
+        order: Tensor | None = None,
+        heads: Sequence[int] | Tensor | None = None,
+        key: Key | None = None,
+        v: Tensor | None = None,
+    ) -> tuple[list[BlockMask], BlockMask]:
+        """A mask for each threshold and the full one, from one set of scores."""
+        full = self.predict(q, k, 1.0, text=text, order=order)
+        scores = self.scores(q[:, :, : full.n_q], k[:, :, : full.n_k], full.order)
+        rows, cols = full.blocks.shape[2:]
+        selected = [self.select(scores[:, :, :rows], float(tau))[..., :cols] for tau in thresholds]
+        return [replace(full, blocks=blocks) if tau < 1 else full for blocks, tau in zip(selected, thresholds)], full
 
     def select(self, scores: Tensor, thresholds: Tensor | float) -> Tensor:
         """Top-p over block scores [..., Mk], plus key block 0, which the original always keeps; bool."""

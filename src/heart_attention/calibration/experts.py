@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import HeartError
 from ..models.inspect import NAMES, named_transformers
+from ..online.thresholds import ThresholdSource
 from .file import Calibration
 
 
@@ -51,7 +52,7 @@ def served(pipe: Any, name: str | None, steps: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(ThresholdSource):
     """One calibration for each transformer of a pipeline; serves as thresholds wherever a `Calibration` does."""
 
     calibrations: tuple[Calibration, ...]
@@ -69,7 +70,7 @@ class Experts:
         object.__setattr__(self, "calibrations", (first, second))
 
     @property
-    def thresholds(self) -> np.ndarray:
+    def thresholds(self) -> np.ndarray:  # type: ignore[override]
         """Of every head, [transformers, L, H]."""
         return np.stack([c.thresholds for c in self.calibrations])
 
@@ -83,6 +84,14 @@ class Experts:
         """Order, dense steps and the like, as in the first."""
         return self.calibrations[0].settings
 
+    def of_transformers(self, count: int) -> list[ThresholdSource]:
+        """One calibration for each of the two."""
+        if count != len(NAMES):
+            raise HeartError(
+                "these are calibrations of two transformers but the model has one: give the one made for it"
+            )
+        return list(self.calibrations)
+
     def warnings_for(self, **used: Any) -> list[str]:
         """What differs from the generations that either was measured on."""
         return list(dict.fromkeys(s for c in self.calibrations for s in c.warnings_for(**used)))
@@ -94,19 +103,3 @@ def load(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> Calibration 
         return Calibration.load(paths)
     found = tuple(Calibration.load(p) for p in paths)
     return found[0] if len(found) == 1 else Experts(found)
-
-
-def for_each(thresholds: Any, transformers: int) -> list[Any]:
-    """What each of a pipeline's transformers is given; a calibration that is not for all of them is refused."""
-    if isinstance(thresholds, Experts):
-        if transformers != len(NAMES):
-            raise HeartError(
-                "these are calibrations of two transformers but the model has one: give the one made for it"
-            )
-        return list(thresholds.calibrations)
-    name = getattr(thresholds, "settings", {}).get("transformer")
-    if name and transformers > 1:
-        raise HeartError(
-            f"this calibration is of {name} alone: give both, enable(pipe, ['a.heart.json', 'b.heart.json'])"
-        )
-    return [thresholds] * transformers

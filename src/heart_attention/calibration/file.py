@@ -24,6 +24,7 @@ import numpy as np
 from .. import token_order
 from ..errors import HeartError
 from ..files import read_json, write_atomic
+from ..online.thresholds import ThresholdSource
 from . import values
 from .fingerprint import check_fingerprint, differences, fingerprint, other_values, prompts_hash, versions
 from .measure.velocity_error import check_weights
@@ -51,7 +52,7 @@ _BY_PHASE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Calibration:
+class Calibration(ThresholdSource):
     """The operating point of every head of a model, and how the choice came about.
 
     The simple case, thresholds of one backbone, is made from `thresholds`, `backbone` and `candidates`; the general
@@ -341,7 +342,16 @@ class Calibration:
                 )
             log.warning("The calibration was made for other weights of this model: calibrate again for exact figures.")
 
-    def warnings_for(
+    def of_transformers(self, count: int) -> list[ThresholdSource]:
+        """Itself for each transformer; a calibration of one of two is refused."""
+        name = self.settings.get("transformer")
+        if name and count > 1:
+            raise HeartError(
+                f"this calibration is of {name} alone: give both, enable(pipe, ['a.heart.json', 'b.heart.json'])"
+            )
+        return [self] * count
+
+    def warnings_for(  # type: ignore[override]
         self,
         steps: int | None = None,
         height: int | None = None,

@@ -34,9 +34,9 @@ def add_model(parser: Any) -> None:
 
 def add_backbone(parser: Any) -> None:
     """Which backbone: any that is registered."""
-    from ..backbones import BACKBONES
+    from .. import backbones
 
-    parser.add_argument("--backbone", default="xattention", choices=list(BACKBONES), help="what predicts masks")
+    parser.add_argument("--backbone", default="xattention", choices=backbones.names(), help="what predicts masks")
 
 
 def add_size(parser: Any) -> None:

@@ -178,7 +178,8 @@ def _config_source(args: argparse.Namespace) -> Any:
 
 def _backbone_of(name: str) -> str:
     """The backbone that a preset, config file or backbone's name stands for."""
-    from ..config import PRESETS, HeartConfig, find_preset
+    from ..config import HeartConfig
+    from ..presets import PRESETS, find_preset
 
     if name.endswith(".json"):
         return HeartConfig.load(name).backbone.name
@@ -186,9 +187,9 @@ def _backbone_of(name: str) -> str:
 
 
 def _known(name: str, find_preset: Any) -> str:
-    from ..backbones import BACKBONES
+    from .. import backbones
 
-    if name not in BACKBONES:
+    if name not in backbones.names():
         find_preset(name)  # raises, with all names
     return name
 

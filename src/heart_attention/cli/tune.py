@@ -49,8 +49,9 @@ def _register_order(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record, choose, print."""
-    from ..config import find_preset
     from ..evaluation import pipelines
+    from ..online.reuse import TMR
+    from ..presets import find_preset
     from ..tuning import delta
 
     check_generation(args)
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps, args.quick)
     config, _ = find_preset(args.backbone, pipe)
     probe = record(pipe, config, _prompt(args), args.seed, call)
-    gate = config.reuse.gate
+    gate = TMR().gate
     tuned = delta.tune(probe, args.target, args.relative, args.per_layer, gate)
     if args.out:
         config.replace(reuse=tuned.policy(gate)).save(args.out)
@@ -90,8 +91,8 @@ def record(pipe: Any, config: Any, prompt: str, seed: int, call: dict) -> Any:
 
 def thresholds_of(pipe: Any, config: Any) -> list:
     """Thresholds of every head, [transformers][layers] rows."""
-    from ..config import threshold_table
     from ..models.inspect import layers_and_heads, transformers_of
+    from ..online.thresholds import table as threshold_table
 
     transformers = transformers_of(pipe)
     return threshold_table(config.thresholds, len(transformers), *layers_and_heads(transformers[0]))

@@ -86,23 +86,24 @@ def shipped_calibration(backbone: str, model: str, kind: str = "joint") -> str |
 
 def parse(name: str) -> tuple[str, str]:
     """A method's name as (backbone, part); ("dense", "") for dense attention. Unknown names are refused."""
-    from ..backbones import BACKBONES
+    from .. import backbones
 
     backbone, plus, part = name.partition("+")
     if name == DENSE:
         return DENSE, ""
-    if backbone not in BACKBONES or part not in PARTS or (plus and not part):
+    if backbone not in backbones.names() or part not in PARTS or (plus and not part):
         suffixes = ", ".join(f"+{p}" for p in PARTS if p)
         raise HeartError(
-            f"unknown method {name!r}: use dense, or one of {', '.join(BACKBONES)}, alone or with {suffixes}"
+            f"unknown method {name!r}: use dense, or one of {', '.join(backbones.names())}, alone or with {suffixes}"
         )
     return backbone, part
 
 
 def build(name: str, pipe: Any, model: str, calibrations: Calibrations | None = None, **changes: Any) -> Method:
     """The method of that name for this pipeline; `changes` replace fields of its config."""
-    from ..config import HeartConfig, preset
+    from ..config import HeartConfig
     from ..online.reuse import Always
+    from ..presets import preset
 
     backbone, suffix = parse(name)
     if backbone == DENSE:

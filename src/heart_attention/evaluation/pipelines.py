@@ -171,7 +171,7 @@ def _native(model: str, pipe: Any, quick: bool) -> dict[str, Any]:
         from .. import tiny
 
         return dict(tiny.QUICK if quick else tiny.NATIVE)
-    from ..config import PRESETS, identify
+    from ..presets import PRESETS, identify
 
     name = identify(pipe.transformer, two=getattr(pipe, "transformer_2", None) is not None)
     known = next((p for p in PRESETS.values() if name and p.config.model == name), None)

@@ -52,3 +52,15 @@ class Text:
             part
         ]
         return torch.arange(min(start, n), min(end, n), device=device)
+
+    def video(self, n: int, device: Any = None) -> slice | Tensor:
+        """The video tokens among `n`: a slice where they are one stretch, else their indices."""
+        return slice(0, self.start) if self.end == n else self.video_index(n, device)
+
+    def without_unused(self, n: int) -> slice | None:
+        """All tokens but unused slots at the end; None where no slots lie there."""
+        return slice(0, n - self.unused) if self.end == n else None
+
+    def place(self, index: Tensor) -> Tensor:
+        """From a count among video tokens to the place in the sequence."""
+        return torch.where(index < self.start, index, index + self.prompt + self.unused)

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from ..masks import Text
 
-Dense = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Dense = Callable[..., torch.Tensor]  # (q, k, v[, batch items]) -> out, all [B, H, N, D]
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class CallContext:
         step: the denoising step in this generation, None when nothing tells.
         branch: the guidance branch ("cond", "uncond", ...), or "0", "1", ... by order of calls at a timestep.
         generation: counts up with every generation this clock has seen.
+        sigma: the noise level, 1 at the start of denoising; None when nothing tells.
         grid: video tokens as (frames, rows, columns).
         text: for joint attention, where text lies in the sequence of each batch item.
         item: the first batch item of this call (Mochi attends item by item).
@@ -38,6 +39,7 @@ class CallContext:
     step: int | None = None
     branch: str = "0"
     generation: int = 0
+    sigma: float | None = None
     grid: tuple[int, int, int] | None = None
     text: list[Text] | None = None
     item: int = 0
@@ -55,6 +57,7 @@ class CallContext:
             self.step,
             self.branch,
             self.generation,
+            self.sigma,
             self.grid,
             self.text,
             self.item,
@@ -70,6 +73,11 @@ class Handler:
 
     The engine, the recorder, calibration's replay and the tuning probes are handlers.
     """
+
+    @property
+    def engine(self) -> Any:
+        """The engine behind this handler, None if there is none."""
+        return None
 
     def start_forward(self, call: CallContext) -> None:
         """A forward of the transformer begins."""

@@ -1,32 +1,32 @@
-"""Dense or sparse: whether masks can pay here, from costs measured once on this device and kept on disk.
+"""Dense or sparse: a pure function of config, shapes, densities and a recorded table of costs.
 
-Every cost is `fixed + rate · work` seconds. Work: token pairs times head size for attention, the backbone's
-own count for prediction. Measuring takes about a second, at the first sparse call; the file lies in the
-user's cache folder.
+Every cost is `fixed + rate · work` seconds. Work: token pairs times head size for attention, the backbone's own
+count for prediction. A table for each kind of device ships with the package and is the default, so that the same
+calls run dense on all machines; one measured here (`heart tune-costs`) is used only when a config names it.
 """
 
 from __future__ import annotations
 
-import logging
-import platform
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
+from ..backbones.base import Backbone, pairs, tokens
 from ..errors import HeartError
-from ..files import cache_dir, locked, read_json, write_json
-from .reuse import features
+from ..files import read_json
 
-log = logging.getLogger(__name__)
-
-SCHEMA = 3
-FILE = "overheads.json"
-STEADY = 1.3  # a second repetition that takes so much longer than the best was disturbed
+SCHEMA = 1
+FOLDER = Path(__file__).parent / "cost_tables"
+PARTS = ("dense", "kernel", "prediction", "drift", "first", "means")
+DIGITS = 3  # densities are rounded to so many before they are compared
+LIMIT = 1 << 20  # bytes of a table
 
 
 @dataclass(frozen=True)
@@ -41,175 +41,163 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Overheads:
-    """What the parts of a call cost on one device, for one dtype, head size, kernel and backbone."""
+class Costs:
+    """What the parts of a call cost, for one backbone and head size.
+
+    Args:
+        dense, kernel: attention, by pairs times head size.
+        prediction: masks and planning, by the backbone's work.
+        drift: token means and decision, by numbers in q.
+        first: a generation's first prediction (SVG2 clusters from random tokens then), by the backbone's work.
+        means: means of the groups that are approximated, by numbers in q.
+    """
 
     dense: Line
     kernel: Line
-    prediction: Line  # planning included
+    prediction: Line
     drift: Line
-    start: Line  # a generation's first prediction: SVG2 clusters from random tokens then
+    first: Line
+    means: Line
 
-    def sparse_seconds(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any) -> float:
+    def sparse_seconds(
+        self, shape: tuple[int, ...], cost: float, refresh: float, backbone: Backbone, rest: str
+    ) -> float:
         """Expected time of a sparse call on q of this shape, when `refresh` of its masks are predicted anew."""
-        pairs, tokens = _pairs(shape), _tokens(shape)
-        predict = self.prediction(prediction_work(backbone, shape))
-        return self.drift(tokens) + self.kernel(density * pairs) + refresh * predict
+        predict = self.prediction(backbone.prediction_work(shape))
+        extra = self.means(tokens(shape)) if rest != "drop" else 0.0
+        return self.drift(tokens(shape)) + self.kernel(cost * pairs(shape)) + refresh * predict + extra
 
     def dense_seconds(self, shape: tuple[int, ...]) -> float:
         """Expected time of dense attention on q of this shape."""
-        return self.dense(_pairs(shape))
+        return self.dense(pairs(shape))
 
-    def pays(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any) -> bool:
-        """Whether a sparse call is expected to be quicker than dense."""
-        return self.sparse_seconds(shape, density, refresh, backbone) < self.dense_seconds(shape)
-
-    def start_pays(self, shape: tuple[int, ...], density: float, refresh: float, backbone: Any, calls: int) -> bool:
-        """Whether what a first prediction costs more than a later one is won back over the `calls` to come.
-
-        Iterations cost alike, so their number bounds the first clustering too: a time taken at a busy moment must
-        not keep masks away for good. Less than twice a later prediction is no start worth weighing, but noise.
-        """
-        work = prediction_work(backbone, shape)
-        first, later = self.start(work), self.prediction(work)
-        if hasattr(backbone, "init_iters"):
-            first = min(first, later * backbone.init_iters / backbone.step_iters)
-        extra = first - later
-        gain = self.dense_seconds(shape) - self.sparse_seconds(shape, density, refresh, backbone)
-        return extra <= later or calls * gain > extra
+    def first_extra(self, shape: tuple[int, ...], backbone: Backbone) -> float:
+        """What a generation's first prediction costs beyond a later one."""
+        work = backbone.prediction_work(shape)
+        later = self.prediction(work)
+        return max(0.0, min(self.first(work), later * backbone.first_prediction_factor) - later)
 
 
-def prediction_work(backbone: Any, shape: tuple[int, ...]) -> float:
-    """How prediction grows with the shape: with pairs/stride for XAttention, tokens times clusters for SVG2."""
-    if hasattr(backbone, "q_clusters"):
-        return _tokens(shape) * (backbone.q_clusters + backbone.k_clusters) * backbone.step_iters
-    return _pairs(shape) / getattr(backbone, "stride", 1)
+@dataclass(frozen=True)
+class Share:
+    """Heads of a layer that share a backbone and a rest, as the cost model sees them."""
+
+    shape: tuple[int, ...]  # of their q, [B, h, N, D]
+    backbone: Backbone
+    rest: str
+    cost: float  # mean share of keys computed, approximated ones included
 
 
-def least_density(backbone: Any, n: int) -> float:
-    """The least that a mask can keep: one block a row, or SVG2's share of clusters."""
-    return getattr(backbone, "min_ratio", None) or min(1.0, getattr(backbone, "block", 1) / n)
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of one kind of device, by backbone and head size.
 
-
-def overheads(q: Tensor, backbone: Any, kernel: Any) -> Overheads:
-    """Measured costs for this kind of call; from the cache file if it was measured before on this device."""
-    key = _key(q, backbone, kernel.name)
-    if key not in _KNOWN:
-        _KNOWN[key] = _from_file(key) or _measure_and_keep(key, q, backbone, kernel)
-    return _KNOWN[key]
-
-
-_KNOWN: dict[str, Overheads] = {}
-
-
-def _key(q: Tensor, backbone: Any, kernel: str) -> str:
-    device = torch.cuda.get_device_name(q.device) if q.is_cuda else f"{platform.machine()} {platform.node()}"
-    threads = "" if q.is_cuda else f" {torch.get_num_threads()} threads"
-    settings = f"block {backbone.block}, stride {backbone.stride}" if hasattr(backbone, "stride") else ""
-    name = f"{backbone.name} {settings}".strip()
-    return f"{device}{threads}, torch {torch.__version__}, {q.dtype}, head {q.shape[-1]}, {kernel}, {name}"
-
-
-def _from_file(key: str) -> Overheads | None:
-    try:
-        data = read_json(cache_dir() / FILE)
-        if data["schema"] != SCHEMA or key not in data["overheads"]:
-            return None
-        lines = {name: Line(float(x["fixed"]), float(x["rate"])) for name, x in data["overheads"][key].items()}
-        return Overheads(**lines)
-    except (HeartError, OSError, KeyError, TypeError, ValueError):
-        return None  # absent or damaged: measured and written anew
-
-
-def _measure_and_keep(key: str, q: Tensor, backbone: Any, kernel: Any) -> Overheads:
-    found, steady = measure(q.device, q.dtype, q.shape[-1], backbone, kernel)
-    log.info("measured on this device (%s): %s", key, found)
-    if not steady:
-        log.info("repetitions differed too much to be kept for other runs: the machine is busy")
-        return found
-    try:
-        path = cache_dir() / FILE
-        with locked(path.with_suffix(".lock")):
-            try:
-                data = read_json(path)
-                known = data["overheads"] if data["schema"] == SCHEMA else {}
-            except (HeartError, KeyError, TypeError):
-                known = {}
-            write_json(path, {"schema": SCHEMA, "overheads": {**known, key: asdict(found)}})
-    except OSError as error:  # a read-only home is no reason to stop
-        log.warning("could not keep measured overheads: %s", error)
-    return found
-
-
-@torch.no_grad()
-def measure(device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any) -> tuple[Overheads, bool]:
-    """Time dense attention, the kernel, prediction and drift at two sizes each, and draw lines through them.
-
-    Also whether repetitions agreed: times of a busy moment must not be kept for good.
+    Args:
+        kind: "cpu-c", "cpu-portable", "cuda-sm80", ...
+        origin: who measured it and how, or that it is reasoned.
+        margin: by how much sparse must be quicker than dense on paper.
+        entries: backbone name -> head size -> costs. "block" and "cluster" serve backbones that are not named.
     """
-    sizes = (1024, 8192) if torch.device(device).type == "cuda" else (512, 2048)
-    points = [_time_at(n, device, dtype, dim, backbone, kernel) for n in sizes]
-    (small, steady), (large, also) = points
-    return Overheads(**{name: _line(small[name], large[name]) for name in small}), steady and also
+
+    kind: str
+    origin: str
+    margin: float
+    entries: dict[str, dict[int, Costs]]
+
+    def costs(self, backbone: Backbone, dim: int) -> Costs:
+        """The costs for a backbone at the head size nearest to `dim` on a logarithmic scale."""
+        kind = "block" if backbone.block_tokens is not None else "cluster"
+        sizes = self.entries.get(backbone.name) or self.entries[kind]
+        return sizes[min(sizes, key=lambda size: (abs(math.log(size / dim)), size))]
+
+    @property
+    def digest(self) -> str:
+        """A short name for exactly these numbers."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def seconds(self, shares: Sequence[Share], refresh: float) -> tuple[float, float]:
+        """(sparse, dense) expected time of one call on all these heads."""
+        sparse = dense = 0.0
+        for share in shares:
+            costs = self.costs(share.backbone, share.shape[3])
+            cost = round(share.cost, DIGITS)
+            sparse += costs.sparse_seconds(share.shape, cost, refresh, share.backbone, share.rest)
+            dense += costs.dense_seconds(share.shape)
+        return sparse, dense
+
+    def pays(self, sparse: float, dense: float) -> bool:
+        """Whether a sparse call is expected to be quicker than dense, by the table's margin."""
+        return sparse * (1 + self.margin) < dense
+
+    def first_pays(self, shares: Sequence[Share], refresh: float, calls: int) -> bool:
+        """Whether what a first prediction costs more than a later one is won back over the `calls` to come."""
+        sparse, dense = self.seconds(shares, refresh)
+        extra = sum(self.costs(s.backbone, s.shape[3]).first_extra(s.shape, s.backbone) for s in shares)
+        return calls * (dense - sparse * (1 + self.margin)) > extra
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        entries = {
+            name: {
+                str(size): {p: [getattr(c, p).fixed, getattr(c, p).rate] for p in PARTS} for size, c in sizes.items()
+            }
+            for name, sizes in self.entries.items()
+        }
+        head = {"schema": SCHEMA, "kind": self.kind, "origin": self.origin, "margin": self.margin}
+        return {**head, "entries": entries}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> CostTable:
+        """From what `to_dict` gave; anything odd is refused."""
+        try:
+            if set(data) != {"schema", "kind", "origin", "margin", "entries"} or data["schema"] != SCHEMA:
+                raise HeartError("it is of another version")
+            entries = {
+                str(name): {int(size): Costs(**{p: _line(parts[p]) for p in PARTS}) for size, parts in sizes.items()}
+                for name, sizes in data["entries"].items()
+            }
+            table = cls(str(data["kind"]), str(data["origin"]), _number(data["margin"]), entries)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise HeartError(f"this is no table of costs ({str(error)[:80]}): run heart tune-costs") from None
+        if not {"block", "cluster"} <= set(entries) or not all(s and min(s) > 0 for s in entries.values()):
+            raise HeartError("the table of costs lacks its entries for blocks and clusters: run heart tune-costs")
+        return table
 
 
-def _time_at(
-    n: int, device: Any, dtype: torch.dtype, dim: int, backbone: Any, kernel: Any
-) -> tuple[dict[str, tuple], bool]:
-    """(work, seconds) of each part on random tokens of two heads, and whether repetitions agreed."""
-    generator = torch.Generator().manual_seed(n)
-    q, k, v = (torch.randn(1, 2, n, dim, generator=generator).to(device, dtype) for _ in range(3))
-    if hasattr(backbone, "q_clusters"):  # it may be fitted to its own sequence already: so few would tell nothing
-        usual = type(backbone)()
-        backbone = replace(backbone, q_clusters=usual.q_clusters, k_clusters=usual.k_clusters)
-    backbone = backbone.scaled_to(n)
-    state, key, shape = backbone.new_state(), (0, "worth", 0), tuple(q.shape)
-    mask = backbone.predict(q, k, 0.5, state, key=key)  # a first clustering; later ones start from it
-    plan, predicting = kernel.plan(mask), prediction_work(backbone, shape)
-    parts = {
-        "dense": (_pairs(shape), lambda: F.scaled_dot_product_attention(q, k, v)),
-        "kernel": (float(mask.density().mean()) * _pairs(shape), lambda: kernel.run(plan, q, k, v)),
-        "prediction": (predicting, lambda: kernel.plan(backbone.predict(q, k, 0.5, state, key=key))),
-        "drift": (_tokens(shape), lambda: features(q, k, "mean")),
-        "start": (predicting, lambda: kernel.plan(backbone.predict(q, k, 0.5, backbone.new_state(), key=key))),
-    }
-    times, steady = _best([function for _, function in parts.values()], q.is_cuda)
-    return {name: (work, seconds) for (name, (work, _)), seconds in zip(parts.items(), times)}, steady
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{str(value)[:40]} is no cost")
+    return float(value)
 
 
-def _line(a: tuple[float, float], b: tuple[float, float]) -> Line:
-    """Through two points, never sloping down nor starting below zero."""
-    rate = max((b[1] - a[1]) / (b[0] - a[0]), 0.0)
-    return Line(max(a[1] - rate * a[0], 0.0), rate)
+def _line(value: Any) -> Line:
+    fixed, rate = value
+    return Line(_number(fixed), _number(rate))
 
 
-def _best(functions: list[Callable[[], Any]], cuda: bool, repeats: int = 3) -> tuple[list[float], bool]:
-    """Best time of each, interleaved so that a busy moment hits all alike; the first round only warms up.
-
-    Steady: of all functions that weigh, the second best time is near the best.
-    """
-    seen: list[list[float]] = [[] for _ in functions]
-    for repeat in range(repeats + 1):
-        for function, times in zip(functions, seen):
-            if cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            function()
-            if cuda:
-                torch.cuda.synchronize()
-            if repeat:
-                times.append(time.perf_counter() - start)
-    ordered = [sorted(times) for times in seen]
-    longest = max(times[0] for times in ordered)
-    steady = all(times[1] <= STEADY * times[0] for times in ordered if times[0] > longest / 10)
-    return [times[0] for times in ordered], steady
+# ---------------------------------------- finding a table
 
 
-def _pairs(shape: tuple[int, ...]) -> float:
-    batch, heads, n, dim = shape
-    return float(batch * heads * dim) * n * n
+def load(path: str) -> CostTable:
+    """The table in a file of `heart tune-costs`."""
+    return CostTable.from_dict(read_json(path, limit=LIMIT))
 
 
-def _tokens(shape: tuple[int, ...]) -> float:
-    batch, heads, n, dim = shape
-    return float(batch * heads * dim * n)
+@functools.cache
+def shipped(kind: str) -> CostTable:
+    """The table that ships for this kind of device."""
+    path = FOLDER / f"{kind}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json")))
+        raise HeartError(f"there is no table of costs for {kind!r}: known are {known}")
+    return load(str(path))
+
+
+def kind_of(device: torch.device, kernel: str) -> str:
+    """The kind of device that a table is for."""
+    if device.type == "cpu":
+        return "cpu-c" if kernel == "cpu" else "cpu-portable"
+    if device.type == "cuda" and torch.version.hip is None:
+        major, _ = torch.cuda.get_device_capability(device)
+        return "cuda-sm100" if major >= 10 else "cuda-sm90" if major == 9 else "cuda-sm80"
+    return "cuda-sm80"  # reasoned for nothing else: the slowest of the GPUs that have one

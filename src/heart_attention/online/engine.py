@@ -1,82 +1,38 @@
 """One attention call: dense or sparse, which heads refresh, predict, plan, run; and the state all that needs.
 
-The engine is a handler of `models.intercept`, but knows nothing of diffusers: `heart.attention` drives it
+The engine is a handler of `models.attachment`, but knows nothing of diffusers: `heart.attention` drives it
 directly. State lives per (transformer, layer, guidance branch, first batch item) and, inside, per batch item
-and head.
+and head. Whatever decides dense or sparse is a pure function of config, shapes, densities and a recorded table
+of costs, and is decided once for the layer over all ranks that share its heads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels, token_order
-from ..config import HeartConfig, threshold_table
+from .. import kernels
+from ..backbones.base import Backbone
+from ..config import HeartConfig
 from ..errors import HeartError
-from ..masks import Mask, Packed, Text
-from . import agreement, cost_model, reuse
+from ..masks import Mask, Text
+from . import agreement, cost_model, reuse, thresholds
 from .call import CallContext, Dense, Handler
+from .cost_model import CostTable, Share
+from .layer_state import HeadGroup, LayerState, Request
+from .points import GroupSpec, ModelPoints, restrict
+from .predict import predict_some
 from .stats import Recorder, Row, Stats, Timer
 
 log = logging.getLogger(__name__)
 
-EXPECTED_REFRESH = 0.3  # share of masks predicted anew, as long as a layer has shown nothing of its own
 EXPECTED_DENSITY = 0.5  # what a mask keeps, for the question whether to make a first one
-
-
-@dataclass
-class LayerState:
-    """What one (transformer, layer, branch) remembers of a generation; bool and integer tensors are on the CPU."""
-
-    signature: tuple
-    backbone: Any
-    memory: Any  # the backbone's own: SVG2's centroids
-    cached: Tensor  # bool [B, H]: this head has a mask
-    refreshed_at: Tensor  # int64 [B, H]: step of its last refresh
-    anchor: Tensor | None = None  # features of that step, [2, B, H, (n,) D]
-    norm: Tensor | None = None  # L1 norm of the anchor, fp32 [B, H], where the policy wants it
-    packed: Packed | None = None
-    plan: Any = None
-    density: Tensor | None = None  # float64 [B, H]
-    layer_density: float = 1.0  # mean over the heads of all ranks
-    calls: int = 0
-    refreshed: float = 0.0  # heads refreshed after the first call, as shares of all
-    reason: str = ""  # why this layer runs dense at present
-    wait: int = 0  # calls until it is looked at again
-    patience: int = 1  # how long the next wait is
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes held, by kind."""
-        return {
-            "masks": self.packed.nbytes if self.packed is not None else 0,
-            "plans": self.plan.nbytes if self.plan is not None else 0,
-            "anchors": self.anchor.nbytes if self.anchor is not None else 0,
-            "centroids": getattr(self.memory, "nbytes", 0),
-        }
-
-
-@dataclass
-class Request:
-    """One call on its way through the engine."""
-
-    call: CallContext
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    timer: Timer
-    text: Text | None
-    heads: list[int]  # the model's numbers of the heads at hand
-    tau: tuple[float, ...]  # their thresholds
-    step: int = 0
-    drift: Tensor | None = None
-    refresh: Tensor | None = field(default=None, repr=False)
+LONGEST_WAIT = 16  # calls after which a layer that runs dense is looked at again
 
 
 class Engine(Handler):
@@ -86,52 +42,47 @@ class Engine(Handler):
         config: what to do.
         layers, heads: of each transformer.
         transformers: how many share this engine.
-        overheads: measured costs to decide dense or sparse by; None measures them at first use.
+        costs: the table to decide dense or sparse by; None takes the config's, or the one shipped for the device.
     """
 
     def __init__(
-        self,
-        config: HeartConfig,
-        layers: int,
-        heads: int,
-        transformers: int = 1,
-        overheads: cost_model.Overheads | None = None,
+        self, config: HeartConfig, layers: int, heads: int, transformers: int = 1, costs: CostTable | None = None
     ) -> None:
         self.config, self.layers, self.heads, self.transformers = config, layers, heads, transformers
-        self.overheads = overheads
+        self.points = ModelPoints(config, transformers, layers, heads)
         self.recorder = Recorder(layers, heads)
-        self.set_thresholds(config.thresholds)
-        if hasattr(config.reuse, "check"):
-            config.reuse.check(layers)
+        config.reuse.check(layers)
         if config.kernel != "auto":
             kernels.choose(name=config.kernel)  # raises with the reasons if it cannot serve here at all
+        self.costs = costs if costs is not None or config.cost_table is None else cost_model.load(config.cost_table)
+        self.steps: Callable[[], int | None] = lambda: None  # steps of a generation, where a pipeline tells
         self._states: dict[tuple, LayerState] = {}
         self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
-        self._orders = token_order.Cache()
-        block = getattr(config.backbone, "block", None)
-        self._head_orders = token_order.for_heads(config.order, transformers, layers, heads, block)
-        self.steps: Callable[[], int | None] = lambda: None  # steps of a generation, where a pipeline tells
-        self._told = not hasattr(config.thresholds, "warnings_for")
+        self._first_forward = True
 
-    def set_thresholds(self, thresholds: Any) -> None:
+    def set_thresholds(self, value: Any) -> None:
         """Other thresholds from now on (any form a config takes); masks made with the old ones are dropped."""
-        self._tau = threshold_table(thresholds, self.transformers, self.layers, self.heads)
-        self._all_dense = [[min(row) >= 1 for row in table] for table in self._tau]
+        self.points.set_thresholds(value)
 
-    # ---------------------------------------- the handler
+    # ---------------------------------------- handler
+
+    @property
+    def engine(self) -> Engine:
+        """Itself."""
+        return self
 
     def start_forward(self, call: CallContext) -> None:
         """A forward of the transformer begins: a calibration made for something else says so, once."""
-        if self._told:
+        if not self._first_forward:
             return
-        self._told = True
-        config = self.config
-        made = {
-            "order": config.order,
-            "backbone": config.backbone.to_dict() if hasattr(config.backbone, "to_dict") else None,
-        }
-        for sentence in config.thresholds.warnings_for(steps=self.steps(), grid=call.grid, **made):
+        self._first_forward = False
+        config, source = self.config, thresholds.source(self.config.thresholds)
+        summary = config.summary()
+        backbone = summary["_data"]["backbone"] if summary else None
+        for sentence in source.warnings_for(
+            steps=self.steps(), grid=call.grid, order=config.order, backbone=backbone, rest=config.rest
+        ):
             log.warning("%s", sentence)
             self.recorder.notes.append(sentence)
 
@@ -167,7 +118,7 @@ class Engine(Handler):
 
     def stats(self, wait: bool = False) -> Stats:
         """What happened so far; `wait` for GPU times that are not known yet."""
-        return self.recorder.summary(self.config.to_dict() if _has_json(self.config) else None, self.memory(), wait)
+        return self.recorder.summary(self.config.summary(), self.memory(), wait)
 
     def memory(self) -> dict[str, int]:
         """Bytes of all caches by kind; after a generation, what they were at its end."""
@@ -176,24 +127,19 @@ class Engine(Handler):
         total = dict.fromkeys(("masks", "plans", "anchors", "centroids"), 0)
         for state in self._states.values():
             for kind, size in state.nbytes().items():
-                total[kind] += size
+                total[kind] = total.get(kind, 0) + size
         return total
 
     # ---------------------------------------- dense
 
-    def _reason_at(self, call: CallContext, layer: int) -> str:
-        """Why this layer runs dense at this step, whatever q and k are."""
+    def _reason_dense(self, call: CallContext, q: Tensor, k: Tensor) -> str:
+        """Why this call runs dense, as far as can be said without looking at its values; the same on all ranks."""
         if call.step is not None and call.step < self.config.dense_steps:
             return "warm-up step"
-        if self._all_dense[call.transformer][layer]:
+        if self.points.dense_layer(call.transformer, self.points.phase(call.sigma), call.layer):
             return "every threshold is 1"
-        return "dense layer" if layer < self.config.dense_layers else ""
-
-    def _reason_dense(self, call: CallContext, q: Tensor, k: Tensor) -> str:
-        """Why this call runs dense, as far as can be said without looking at its values."""
-        reason = self._reason_at(call, call.layer)
-        if reason:
-            return reason
+        if call.layer < self.config.dense_layers:
+            return "dense layer"
         if q.shape != k.shape:
             return "keys and queries of different shapes"
         if q.requires_grad and torch.is_grad_enabled():
@@ -210,11 +156,11 @@ class Engine(Handler):
         self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer, dense: Dense, reason: str
     ) -> Tensor:
         out = dense(q, k, v)
+        timer.lap("dense")
         self._note_dense(call, timer, reason)
         return out
 
     def _note_dense(self, call: CallContext, timer: Timer, reason: str) -> None:
-        timer.lap("dense")
         step = call.step if call.step is not None else 0
         self.recorder.add(Row(call.transformer, call.layer, step, call.branch, timer, reason))
 
@@ -226,27 +172,33 @@ class Engine(Handler):
         """The sparse output, or None and why the call had better run dense."""
         texts = call.text
         if not texts or all(text == texts[0] for text in texts):
-            return self._sparse_call(self._call(call, q, k, v, timer, texts[0] if texts else None))
-        outs: list[Tensor] = []  # prompts of different lengths: one batch item after the other
-        whole: Tensor | None = None  # dense attention of the batch, computed once for all items that want it
-        for i, text in enumerate(texts):
-            at = dataclasses.replace(call, item=call.item + i, text=[text])
-            part = self._call(at, q[i : i + 1], k[i : i + 1], v[i : i + 1], Timer(q.is_cuda), text)
-            out, reason = self._sparse_call(part)
+            return self._sparse_call(self._request(call, q, k, v, timer, texts[0] if texts else None), dense)
+        return self._item_by_item(call, q, k, v, dense), ""
+
+    def _item_by_item(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, dense: Dense) -> Tensor:
+        """Prompts of different lengths: one batch item after the other; dense attention runs at most once."""
+        outs: list[Tensor] = []
+        whole: Tensor | None = None
+        for i, text in enumerate(call.text or []):
+            one = dataclasses.replace(call, item=call.item + i, text=[text])
+            item, timer = slice(i, i + 1), Timer(q.is_cuda)
+            alone = lambda q, k, v, item=item: dense(q, k, v, item)  # noqa: E731
+            out, reason = self._sparse_call(self._request(one, q[item], k[item], v[item], timer, text), alone)
             if out is None:
-                whole = dense(q, k, v) if whole is None else whole
-                out = whole[i : i + 1]
-                self._note_dense(at, part.timer, reason)
+                if whole is None:
+                    whole = dense(q, k, v)
+                    timer.lap("dense")
+                self._note_dense(one, timer, reason)
+                out = whole[item]
             outs.append(out)
-        return torch.cat(outs), ""
+        return torch.cat(outs)
 
-    def _call(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer, text: Text | None) -> Request:
+    def _request(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer, text: Text | None) -> Request:
         heads = call.heads or list(range(call.head_offset, call.head_offset + q.shape[1]))
-        row = self._tau[call.transformer][call.layer]
         text = text if text is not None and text.prompt + text.unused else None
-        return Request(call, q, k, v, timer, text, heads, tuple(row[h] for h in heads))
+        return Request(call, q, k, v, timer, text, heads, phase=self.points.phase(call.sigma))
 
-    def _sparse_call(self, request: Request) -> tuple[Tensor | None, str]:
+    def _sparse_call(self, request: Request, dense: Dense) -> tuple[Tensor | None, str]:
         state = self._state(request)
         if state.wait > 0:
             state.wait -= 1
@@ -256,54 +208,47 @@ class Engine(Handler):
             if reason:
                 return None, self._postpone(state, reason)
         self._decide(request, state)
-        if bool(request.refresh.any()):  # type: ignore[union-attr]
-            self._refresh(request, state)
-        self._count(request, state)
-        reason = self._for_layer(request, self._verdict(request, state))
+        self._refresh(request, state)
+        reason = self._verdict(request, state)
         if reason:
-            return None, self._postpone(state, reason)
-        state.patience = 1
-        if state.packed is None:
-            return None, "every threshold is 1"  # of the heads on this rank
-        return self._run(request, state), ""
+            return None, reason
+        return self._run(request, state, dense), ""
 
     def _state(self, request: Request) -> LayerState:
         """The state of this layer and branch; a new one if anything that masks depend on has changed."""
-        at, q = request.call, request.q
-        key = (at.transformer, at.layer, at.branch, at.item)
-        signature = (
-            q.shape,
-            q.dtype,
-            q.device,
-            request.text,
-            at.grid,
-            request.tau,
-            tuple(request.heads),
-            at.generation,
-        )
+        call, q = request.call, request.q
+        key = (call.transformer, call.layer, call.branch, call.item)
+        groups = self.points.groups(call.transformer, request.phase, call.layer)
+        specs = restrict(groups, request.heads)
+        layout = tuple((spec.heads, spec.tau, spec.rest, spec.backbone) for spec, _ in specs)
+        signature = (q.shape, q.dtype, q.device, request.text, call.grid, call.generation, tuple(request.heads), layout)
         state = self._states.get(key)
         if state is None or state.signature != signature:
-            backbone = self.config.backbone
-            if self.config.scale_clusters:
-                backbone = backbone.scaled_to(q.shape[2])
             shape = q.shape[:2]
             cached, at_step = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.int64)
-            state = self._states[key] = LayerState(signature, backbone, backbone.new_state(), cached, at_step)
-        request.step = at.step if at.step is not None else self.config.dense_steps + state.calls
+            made = [self._group(spec, places, q.shape[2]) for spec, places in specs]
+            state = self._states[key] = LayerState(signature, made, cached, at_step)
+        request.step = call.step if call.step is not None else self.config.dense_steps + state.calls
         return state
+
+    def _group(self, spec: GroupSpec, places: list[int], n: int) -> HeadGroup:
+        backbone = self._fitted(spec.backbone, n)
+        return HeadGroup(spec, backbone, places, backbone.new_state())
+
+    # ---------------------------------------- which heads refresh
 
     def _decide(self, request: Request, state: LayerState) -> None:
         """Drift against the anchor and the policy's decision; heads that refresh take the present as anchor."""
-        policy, at, now = self.config.reuse, request.call, None
+        policy, call, now = self.config.reuse, request.call, None
         if policy.features is not None:
-            seen = seen_tokens(request.text, request.q.shape[2], state.backbone, request.q.device)
-            now = reuse.features(request.q, request.k, policy.features, seen)
+            now = self._features(request, state, policy.features)
             known = state.anchor is not None
             request.drift = reuse.drift(state.anchor, now).cpu() if known else torch.zeros(state.cached.shape)
-            if known and state.norm is None and getattr(policy, "relative", 1) is not None:
+            if known and state.norm is None and policy.wants_norm:
                 state.norm = reuse.norm(state.anchor).cpu()
         age, norm = request.step - state.refreshed_at, request.drift if state.anchor is None else state.norm
-        view = reuse.ReuseState(state.cached, age, at.layer, request.step, norm, at.heads_total, _reducer(request))
+        reduce = _reducer(request)
+        view = reuse.ReuseState(state.cached, age, call.layer, request.step, norm, call.heads_total, reduce)
         request.refresh = policy.refresh(request.drift, view).cpu() | ~state.cached
         if request.drift is not None:
             request.drift = request.drift.where(state.cached, float("nan"))
@@ -313,182 +258,219 @@ class Engine(Handler):
             state.refreshed_at[request.refresh] = request.step
         request.timer.lap("drift")
 
+    def _features(self, request: Request, state: LayerState, kind: str) -> Tensor:
+        """Features of all heads, each over the tokens that its predictor sees."""
+        n, device, text = request.q.shape[2], request.q.device, request.text
+        if len(state.groups) == 1 or text is None:
+            seen = state.groups[0].backbone.seen_tokens(text, n, device)
+            return reuse.features(request.q, request.k, kind, seen)
+        parts = []
+        for group in state.groups:
+            seen = group.backbone.seen_tokens(text, n, device)
+            parts.append(reuse.features(request.q[:, group.places], request.k[:, group.places], "mean", seen))
+        back = torch.tensor([place for group in state.groups for place in group.places]).argsort()
+        return torch.cat(parts, 2)[:, :, back.to(device)]
+
     def _refresh(self, request: Request, state: LayerState) -> None:
         """Predict masks for the heads that refresh and put them beside those that stay."""
         assert request.refresh is not None
-        parts, index = self._predict(request, state)
-        state.cached |= request.refresh
-        if parts is not None:
-            batch, heads = request.q.shape[:2]
-            whole = state.packed.unpack() if state.packed is not None else parts.full_like(batch, heads, request.text)
-            mask = whole.put(index, parts) if not bool(index.all()) else parts.split_batch(batch)
-            state.packed, state.plan = mask.packed(), None
-            state.density = mask.density().cpu()
-            self._choose_kernel(request, mask)
+        if bool(request.refresh.any()):
+            for group in state.groups:
+                self._refresh_group(request, group)
+            state.cached |= request.refresh
         request.timer.lap("prediction")
 
-    def _predict(self, request: Request, state: LayerState) -> tuple[Any, Tensor]:
-        """Masks of the refreshing heads with τ < 1, [1, n] in row-major order, and which they are, bool [B, H]."""
+    def _refresh_group(self, request: Request, group: HeadGroup) -> None:
         assert request.refresh is not None
-        at = request.call
-        order, own = self._order(request, state.backbone)
-        index = request.refresh & torch.tensor([t < 1 for t in request.tau])
-        found = []
-        for b in range(request.q.shape[0]):
-            alike = [int(flag) * (1 + own[h] if own else 1) for h, flag in enumerate(index[b].tolist())]
-            for start, stop in _runs(alike):  # whole stretches of heads, so that q and k stay views
-                mask = state.backbone.predict(
-                    request.q[b : b + 1, start:stop],
-                    request.k[b : b + 1, start:stop],
-                    list(request.tau[start:stop]),
-                    state.memory,
-                    request.text,
-                    order=order[own[start]] if own else order,  # type: ignore[index]
-                    heads=request.heads[start:stop],
-                    key=(at.layer, at.branch, at.item + b),
-                )
-                found.append(token_order.with_own(mask, order, own[start]) if own else mask)  # type: ignore[arg-type]
-        return (Mask.join(found) if found else None), index
-
-    def _count(self, request: Request, state: LayerState) -> None:
-        """What the cost model asks of a layer: densities and refreshes over the heads of all ranks."""
-        state.calls += 1
-        if self.config.force_sparse:
+        which = request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
+        if not bool(which.any()):
             return
-        assert request.refresh is not None
-        heads = request.refresh.numel()
-        own = [heads if state.density is None else float(state.density.sum()), int(request.refresh.sum()), heads]
-        kept, refreshed, heads = agreement.over_ranks(request.call, request.q.device, own)
-        state.layer_density = kept / heads
-        if state.calls > 1:
-            state.refreshed += refreshed / heads
-
-    def _run(self, request: Request, state: LayerState) -> Tensor:
-        """Plan if the mask is new, and compute. The output is laid out as diffusers reads it: [B, N, H, D]."""
-        assert state.packed is not None and request.refresh is not None and state.density is not None
-        kernel = self._kernels[_kind(request.q, state.packed)]
-        if state.plan is None:
-            state.plan = kernel.plan(state.packed.unpack())
-            request.timer.lap("planning")
-        batch, heads, n, _ = request.q.shape
-        out = request.q.new_empty((batch, n, heads, request.v.shape[-1])).transpose(1, 2)
-        out = kernel.run(state.plan, request.q, request.k, request.v, out=out)
-        request.timer.lap("attention")
-        at = request.call
-        self.recorder.add(
-            Row(
-                at.transformer,
-                at.layer,
-                request.step,
-                at.branch,
-                request.timer,
-                heads=request.heads if len(request.heads) < self.heads or at.heads else None,
-                density=state.density.mean(0).tolist(),
-                refreshed=request.refresh.float().mean(0).tolist(),
-                drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
-            )
+        q, k, v = (_take_heads(x, group.places) for x in (request.q, request.k, request.v))
+        call, text = request.call, request.text
+        orders = group.spec.orders.of_call(
+            call.transformer, call.layer, group.spec.heads, call.grid, q.shape[2], text, q.device
         )
-        return out
+        key = (call.layer, call.branch, call.item)
+        numbers = list(group.spec.heads)
+        fresh = predict_some(
+            group.backbone, q, k, v, group.spec.tau, which, group.memory, text, orders=orders, heads=numbers, key=key
+        )
+        batch, heads = q.shape[:2]
+        if bool(which.all()):
+            mask = fresh.split_batch(batch)
+        else:
+            whole = group.packed.unpack() if group.packed is not None else fresh.full_like(batch, heads, text)
+            mask = whole.put(which, fresh)
+        group.packed, group.plan = mask.packed(), None
+        group.density = mask.density().cpu()
+        group.cost = group.density
+        group.kernel = self._kernel(q, mask)
 
     # ---------------------------------------- dense or sparse
+
+    def _cannot_pay(self, request: Request, state: LayerState) -> str:
+        """Why not even a good mask would be quicker than dense; asked before anything is predicted.
+
+        It looks at all heads of the layer, on whatever rank they are, so that all ranks answer alike.
+        """
+        if self.config.force_sparse:
+            return ""
+        table = self._table(request.q)
+        if table is None:
+            return ""  # the verdict after prediction says why
+        rate = state.refresh_rate(self.config.reuse.expected_refresh)
+        if not table.pays(*table.seconds(self._layer_shares(request, 0.0), rate)):
+            return "not worth it: too few tokens"
+        steps = self.steps()
+        likely = self._layer_shares(request, EXPECTED_DENSITY)
+        if steps and not table.first_pays(likely, rate, steps - request.step):
+            return "not worth it: the first clustering would not be won back"
+        return ""
+
+    def _layer_shares(self, request: Request, at_least: float) -> list[Share]:
+        """All heads of the layer, each keeping the least it can, but not less than `at_least`."""
+        call, (batch, _, n, dim) = request.call, request.q.shape
+        shares = []
+        for group in self.points.groups(call.transformer, request.phase, call.layer):
+            backbone = self._fitted(group.backbone, n)
+            least = max(backbone.least_density(n), at_least)
+            cost = sum(1.0 if tau >= 1 else least for tau in group.tau) / len(group.tau)
+            shares.append(Share((batch, len(group.tau), n, dim), backbone, group.rest, cost))
+        return shares
+
+    def _verdict(self, request: Request, state: LayerState) -> str:
+        """Why this layer runs dense although masks were predicted; empty if sparse pays. The same on all ranks."""
+        served = all(group.kernel is not None for group in state.groups if group.packed is not None)
+        state.calls += 1
+        if self.config.force_sparse:
+            return "" if served else "no kernel serves here"
+        reason = "" if served else "no kernel serves here"
+        shares, refreshed = self._measured_shares(request, state)
+        if state.calls > 1:
+            state.refreshed += refreshed
+        table = self._table(request.q)
+        rate = state.refresh_rate(self.config.reuse.expected_refresh)
+        if not reason and table is not None and not table.pays(*table.seconds(shares, rate)):
+            reason = "not worth it: the masks keep too much"
+        reason = self._for_layer(request, reason)
+        if reason:
+            return self._postpone(state, reason)
+        state.patience = 1
+        return ""
+
+    def _measured_shares(self, request: Request, state: LayerState) -> tuple[list[Share], float]:
+        """All heads of the layer as their masks are, and the share of heads refreshed, over all ranks."""
+        assert request.refresh is not None
+        call, (batch, _, n, dim) = request.call, request.q.shape
+        layer = self.points.groups(call.transformer, request.phase, call.layer)
+        place = {group.heads[0]: i for i, group in enumerate(layer)}
+        owner = {head: place[group.heads[0]] for group in layer for head in group.heads}
+        sums = [0.0] * len(layer)
+        for head, cost in zip(request.heads, state.per_head("cost").mean(0).tolist()):
+            sums[owner[head]] += cost
+        refreshed = float(request.refresh.double().mean(0).sum())
+        refreshed, heads, *sums = agreement.over_ranks(
+            call, request.q.device, [refreshed, float(len(request.heads)), *sums]
+        )
+        shares = [
+            Share(
+                (batch, len(group.heads), n, dim), self._fitted(group.backbone, n), group.rest, total / len(group.heads)
+            )
+            for group, total in zip(layer, sums)
+        ]
+        return shares, refreshed / heads
+
+    def _fitted(self, backbone: Backbone, n: int) -> Backbone:
+        """The backbone with cluster counts for `n` tokens, where the config wants that."""
+        return backbone.scaled_to(n) if self.config.scale_clusters else backbone
 
     def _for_layer(self, request: Request, reason: str) -> str:
         """The reason, if any rank has one, why the layer runs dense. Forced, each rank is free: none leaves early."""
         return reason if self.config.force_sparse else agreement.agreed(request.call, request.q.device, reason)
 
-    def _verdict(self, request: Request, state: LayerState) -> str:
-        """Why this layer runs dense although a mask was asked for; empty if sparse pays."""
-        kernel = self._kernel(request, state)
-        if kernel is None:
-            return "no kernel serves here"
-        if self.config.force_sparse:
-            return ""
-        costs = self.overheads or cost_model.overheads(request.q, state.backbone, kernel)
-        shape, rate = agreement.layer_shape(request.call, request.q.shape), self._refresh_rate(state)
-        if costs.pays(shape, state.layer_density, rate, state.backbone):
-            return ""
-        return "not worth it: the masks keep too much"
-
-    def _kernel(self, request: Request, state: LayerState) -> Any:
-        """The kernel for this layer's masks, or for any where all heads of this rank are dense; None if none serves."""
-        if state.packed is not None:
-            return self._kernels[_kind(request.q, state.packed)]
-        try:
-            return kernels.choose(None, request.q, self.config.kernel)
-        except HeartError:
-            return None
-
-    def _cannot_pay(self, request: Request, state: LayerState) -> str:
-        """Why not even a good mask would be quicker than dense; asked before anything is predicted."""
-        if self.config.force_sparse:
-            return ""
-        try:
-            kernel = kernels.choose(None, request.q, self.config.kernel)
-        except HeartError:
-            return ""  # the verdict after prediction says why
-        costs = self.overheads or cost_model.overheads(request.q, state.backbone, kernel)
-        shape, rate = agreement.layer_shape(request.call, request.q.shape), self._refresh_rate(state)
-        least = cost_model.least_density(state.backbone, request.q.shape[2])
-        if not costs.pays(shape, least, rate, state.backbone):
-            return "not worth it: too few tokens"
-        steps, likely = self.steps(), max(least, EXPECTED_DENSITY)
-        if steps and not costs.start_pays(shape, likely, rate, state.backbone, steps - request.step):
-            return "not worth it: the first clustering would not be won back"
-        return ""
-
-    def _refresh_rate(self, state: LayerState) -> float:
-        """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at first."""
-        if isinstance(self.config.reuse, reuse.Always):
-            return 1.0
-        seen = max(state.calls - 1, 0)
-        return (state.refreshed + 2 * EXPECTED_REFRESH) / (seen + 2)
-
     def _postpone(self, state: LayerState, reason: str) -> str:
-        """Run dense and look again later, less and less often (all ranks alike, since they agreed)."""
+        """Run dense and look again later, less and less often."""
         state.reason = reason
-        state.wait, state.patience = state.patience, min(2 * state.patience, 16)
+        state.wait, state.patience = state.patience, min(2 * state.patience, LONGEST_WAIT)
         return reason
 
-    # ---------------------------------------- kernel and token order
-
-    def _choose_kernel(self, request: Request, mask: Any) -> None:
-        kind = _kind(request.q, mask)
-        if kind not in self._kernels:
+    def _table(self, q: Tensor) -> CostTable | None:
+        """The table in force; None where no kernel serves at all."""
+        if self.costs is None:
             try:
-                self._kernels[kind] = kernels.choose(mask, request.q, self.config.kernel)
+                kernel = kernels.choose(None, q, self.config.kernel)
+            except HeartError:
+                return None
+            self.costs = cost_model.shipped(cost_model.kind_of(q.device, kernel.name))
+        self.recorder.costs = {"kind": self.costs.kind, "origin": self.costs.origin, "digest": self.costs.digest}
+        return self.costs
+
+    # ---------------------------------------- attention
+
+    def _kernel(self, q: Tensor, mask: Mask) -> Any:
+        """The kernel for masks of this kind, None if none serves."""
+        key = (mask.kind, q.dtype, q.device, q.shape[-1], q.shape[2])
+        if key not in self._kernels:
+            try:
+                self._kernels[key] = kernels.choose(mask, q, self.config.kernel)
             except HeartError as error:
                 if self.config.kernel != "auto":
                     raise
                 log.warning("dense attention: %s", error)
-                self._kernels[kind] = None
+                self._kernels[key] = None
+        return self._kernels[key]
 
-    def _order(self, request: Request, backbone: Any) -> tuple[Tensor | None, list[int] | None]:
-        """The permutation of the tokens, None for raster; or several, and which of them each head takes."""
-        at, order = request.call, self.config.order
-        if order == token_order.RASTER or at.grid is None or not hasattr(backbone, "block"):
-            return None, None
-        call = (tuple(at.grid), request.q.shape[2], request.text, backbone.block, request.q.device)
-        if self._head_orders is None:
-            return self._orders.get((order,), *call), None
-        row = self._head_orders[at.transformer][at.layer]
-        names = [row[h] for h in request.heads]
-        if len(set(names)) == 1:
-            return None if names[0] == token_order.RASTER else self._orders.get((names[0],), *call), None
-        every = token_order.names_in(self._head_orders)  # one table serves all layers
-        table = self._orders.get(every, *call)
-        return table, None if table is None else [every.index(name) for name in names]
+    def _run(self, request: Request, state: LayerState, dense: Dense) -> Tensor:
+        """Compute every group. The output is laid out as diffusers reads it: [B, N, H, D]."""
+        batch, heads, n, _ = request.q.shape
+        out = request.q.new_empty((batch, n, heads, request.v.shape[-1])).transpose(1, 2)
+        for group in state.groups:
+            self._run_group(request, group, out, dense)
+        self._record(request, state)
+        return out
+
+    def _run_group(self, request: Request, group: HeadGroup, out: Tensor, dense: Dense) -> None:
+        q, k, v, whole = (_take_heads(x, group.places) for x in (request.q, request.k, request.v, out))
+        if group.packed is None:  # every head of the group is dense by its threshold
+            result = dense(q, k, v)
+        else:
+            if group.plan is None:
+                group.plan = group.kernel.plan(group.packed.unpack())
+                request.timer.lap("planning")
+            result = group.kernel.run(group.plan, q, k, v, out=whole)
+        if result is not whole or whole.data_ptr() != out[:, group.places[0] :].data_ptr():
+            out[:, group.places] = result
+        request.timer.lap("attention")
+
+    def _record(self, request: Request, state: LayerState) -> None:
+        assert request.refresh is not None
+        call = request.call
+        self.recorder.add(
+            Row(
+                call.transformer,
+                call.layer,
+                request.step,
+                call.branch,
+                request.timer,
+                heads=request.heads if len(request.heads) < self.heads or call.heads else None,
+                density=state.per_head("density").mean(0).tolist(),
+                cost=state.per_head("cost").mean(0).tolist(),
+                refreshed=request.refresh.float().mean(0).tolist(),
+                drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
+                kernel="+".join(dict.fromkeys(g.kernel.name for g in state.groups if g.kernel is not None)),
+            )
+        )
 
 
 # ---------------------------------------- helpers
 
 
-def seen_tokens(text: Text | None, n: int, backbone: Any, device: Any = None) -> slice | Tensor | None:
-    """The tokens the predictor sees: no unused slots, and for SVG2, which clusters video alone, no prompt."""
-    if text is None:
-        return None
-    if not hasattr(backbone, "q_clusters"):
-        return slice(0, n - text.unused) if text.end == n else None
-    return slice(0, text.start) if text.end == n else text.video_index(n, device)
+def _take_heads(x: Tensor, places: list[int]) -> Tensor:
+    """Some heads of x [B, H, N, D]: a view where they are a stretch, else a copy."""
+    if len(places) == x.shape[1]:
+        return x
+    first, last = places[0], places[-1]
+    return x[:, first : last + 1] if last - first + 1 == len(places) else x[:, places]
 
 
 def _reducer(request: Request) -> Callable[[Tensor], Tensor] | None:
@@ -503,19 +485,3 @@ def _renew(anchor: Tensor | None, now: Tensor, refresh: Tensor) -> Tensor:
         return now
     chosen = refresh.to(now.device).view(1, *refresh.shape, *(1,) * (now.dim() - 3))
     return torch.where(chosen, now, anchor)
-
-
-def _runs(values: list[int]) -> list[tuple[int, int]]:
-    """Stretches of equal entries other than 0, as (start, stop)."""
-    edges = [i for i in range(len(values) + 1) if i in (0, len(values)) or values[i - 1] != values[i]]
-    return [(start, stop) for start, stop in itertools.pairwise(edges) if values[start]]
-
-
-def _kind(q: Tensor, mask: Any) -> tuple:
-    """What the choice of a kernel depends on."""
-    mask = mask.mask if isinstance(mask, Packed) else mask
-    return type(mask), q.dtype, q.device, q.shape[-1], q.shape[2]
-
-
-def _has_json(config: HeartConfig) -> bool:
-    return type(config.reuse).__name__ in reuse.POLICIES and hasattr(config.backbone, "to_dict")

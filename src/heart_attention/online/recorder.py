@@ -61,6 +61,11 @@ class Recorder(Mapping, Handler):
         return sum(x.nbytes for x in kept)
 
     # -- the handler ------------------------------------------------------------------------------------
+    @property
+    def engine(self) -> Any:
+        """That of the handler behind the recorder."""
+        return None if self.inner is None else self.inner.engine
+
     def start_forward(self, call: CallContext) -> None:
         """Nothing to record yet."""
         if self.inner is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -103,23 +103,61 @@ class ReuseState:
     reduce: Callable[[Tensor], Tensor] | None = None  # sum over those processes
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """Decides which heads get a new mask.
+class Policy:
+    """Decides which heads get a new mask; a subclass writes `refresh`, everything else has a default.
 
-    `features` says what drift it wants: "mean" (token means), "tokens" (every token), or None for no drift at
-    all.
+    `features` says what drift it wants: "mean" (token means), "tokens" (every token), or None for no drift at all.
     """
 
-    features: str | None
+    features: str | None = None
+    wants_norm: bool = True  # whether `refresh` reads the anchor's norm
+    expected_refresh: float = 0.3  # share of masks predicted anew, as long as a layer has shown nothing of its own
 
     def refresh(self, drift: Tensor | None, state: ReuseState) -> Tensor:
         """Heads to refresh, bool [B, H]; `drift` is fp32 [B, H] against the anchor, 0 for heads without a cache."""
-        ...
+        return torch.ones_like(state.cached)
+
+    @property
+    def name(self) -> str:
+        """How configs call it."""
+        return type(self).__name__
+
+    def check(self, layers: int) -> None:
+        """Raise if the policy does not fit a model of so many layers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings as JSON types."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
+
+
+class AdaptedPolicy(Policy):
+    """A user's object with `refresh` that does not derive from `Policy`, made one at the door."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.features = getattr(inner, "features", None)
+
+    @property
+    def name(self) -> str:
+        """The user's own class."""
+        return type(self.inner).__name__
+
+    def refresh(self, drift: Tensor | None, state: ReuseState) -> Tensor:
+        """As the user's object does."""
+        return self.inner.refresh(drift, state)
+
+
+def adapt(policy: Any) -> Policy:
+    """A policy from anything that decides; refuses what does not."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, type) or not callable(getattr(policy, "refresh", None)):
+        raise HeartError(f"reuse is {policy!r}: give TMR(...), Interval(n), Warmup(n) or Always()")
+    return AdaptedPolicy(policy)
 
 
 @dataclass(frozen=True)
-class TMR:
+class TMR(Policy):
     """Temporal Mask Reuse: refresh a head iff its drift from the anchor exceeds `delta`, then the layer gate.
 
     Args:
@@ -151,9 +189,14 @@ class TMR:
             raise HeartError(f"TMR's drift is {self.drift!r}: it must be 'mean' or 'tokens'")
 
     @property
-    def features(self) -> str:
+    def features(self) -> str:  # type: ignore[override]
         """Which features the anchor keeps."""
         return self.drift
+
+    @property
+    def wants_norm(self) -> bool:  # type: ignore[override]
+        """Only a relative bound is a share of the anchor's norm."""
+        return self.relative is not None
 
     def limit(self, layer: int) -> float:
         """The bound on the drift (absolute or relative) that holds in this layer."""
@@ -176,7 +219,7 @@ class TMR:
 
 
 @dataclass(frozen=True)
-class Interval:
+class Interval(Policy):
     """Refresh every head at every n-th step after its last refresh (AdaSpa's rule)."""
 
     n: int
@@ -191,7 +234,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Warmup:
+class Warmup(Policy):
     """Refresh at every step before step n, then reuse for ever (PAROAttention's rule)."""
 
     n: int
@@ -206,10 +249,11 @@ class Warmup:
 
 
 @dataclass(frozen=True)
-class Always:
+class Always(Policy):
     """Predict a new mask at every step: the backbone as it is without HEART."""
 
     features: ClassVar[str | None] = None
+    expected_refresh: ClassVar[float] = 1.0
 
     def refresh(self, drift: Tensor | None, state: ReuseState) -> Tensor:
         """Refresh all."""
@@ -217,6 +261,16 @@ class Always:
 
 
 POLICIES: dict[str, type] = {"TMR": TMR, "Interval": Interval, "Warmup": Warmup, "Always": Always}
+
+
+def register(cls: type) -> type:
+    """Make a policy of your own known by its class's name, so that configs with it can be saved and loaded."""
+    if not isinstance(cls, type) or not issubclass(cls, Policy) or not is_dataclass(cls):
+        raise HeartError(f"cannot register {cls!r}: give a frozen dataclass derived from heart.Policy")
+    if POLICIES.get(cls.__name__, cls).__qualname__ != cls.__qualname__:
+        raise HeartError(f"a policy named {cls.__name__!r} is known already: choose another name")
+    POLICIES[cls.__name__] = cls
+    return cls
 
 
 # ---------------------------------------- checks

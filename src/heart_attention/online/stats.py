@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 PARTS = ("drift", "prediction", "planning", "attention", "dense")
+ASKED_DENSE = frozenset(("warm-up step", "every threshold is 1", "dense layer"))  # what the config asks to be dense
 
 
 class Timer:
@@ -69,9 +70,11 @@ class Row:
     timer: Timer
     reason: str = ""  # why it ran dense; empty if it ran sparse
     heads: list[int] | None = None  # the model's numbers of the heads at hand, None for all
-    density: list[float] | None = None
+    density: list[float] | None = None  # kept share of token pairs
     refreshed: list[float] | None = None
     drift: list[float] | None = None
+    cost: list[float] | None = None  # kept and approximated keys as a share of all
+    kernel: str = ""
 
 
 @dataclass(slots=True)
@@ -83,6 +86,8 @@ class Sums:
     heads: int = 0  # head slots of sparse calls
     refreshed: float = 0.0
     density: float = 0.0  # over head slots of sparse calls
+    cost: float = 0.0
+    fallbacks: int = 0  # dense calls that sparse was asked for
     drifts: int = 0
     drift: float = 0.0
     drift_max: float = 0.0
@@ -93,10 +98,12 @@ class Sums:
         self.calls += 1
         if row.reason:
             self.dense += 1
+            self.fallbacks += row.reason not in ASKED_DENSE
             return
         if row.density is not None and row.refreshed is not None:
             self.heads += len(row.density)
             self.density += sum(row.density)
+            self.cost += sum(row.density if row.cost is None else row.cost)
             self.refreshed += sum(row.refreshed)
         if row.drift is not None:
             known = [x for x in row.drift if not math.isnan(x)]
@@ -109,6 +116,14 @@ class Sums:
         for part, spent in seconds.items():
             self.time[part] += spent
 
+    def _with_fallbacks(self) -> float | None:
+        """Density over all calls that sparse was asked for, a fallback counted as 1."""
+        sparse = self.calls - self.dense
+        if not sparse + self.fallbacks:
+            return None
+        density = self.density / self.heads if self.heads else 1.0
+        return (density * sparse + self.fallbacks) / (sparse + self.fallbacks)
+
     def to_dict(self) -> dict[str, Any]:
         """Means and totals; None where nothing was counted."""
         return {
@@ -116,6 +131,9 @@ class Sums:
             "dense_calls": self.dense,
             "refresh_rate": self.refreshed / self.heads if self.heads else None,
             "density": self.density / self.heads if self.heads else None,
+            "cost": self.cost / self.heads if self.heads else None,
+            "fallback_share": self.fallbacks / asked if (asked := self.calls - self.dense + self.fallbacks) else None,
+            "density_with_fallbacks": self._with_fallbacks(),
             "drift": self.drift / self.drifts if self.drifts else None,
             "drift_max": self.drift_max if self.drifts else None,
             "time": {**self.time, "total": sum(self.time.values())},
@@ -137,6 +155,8 @@ class Recorder:
         self.by_layer: dict[tuple[int, int], Sums] = {}
         self.by_step: dict[int, Sums] = {}
         self.reasons: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.costs: dict[str, str] = {}  # the table that decided dense or sparse
         self.rows: list[Row] = []
         self.memory: dict[str, int] = {}
         self._pending: list[Row] = []
@@ -166,6 +186,8 @@ class Recorder:
                 sums.add_time(seconds)
         if row.reason:
             self.reasons[row.reason] += 1
+        elif row.kernel:
+            self.kernels[row.kernel] += 1
 
     def settle(self, wait: bool = False) -> None:
         """Take in GPU times that have become known; wait for all of them if asked."""
@@ -193,12 +215,15 @@ class Recorder:
         self.settle(wait)
         layers = [{"transformer": t, "layer": i, **s.to_dict()} for (t, i), s in sorted(self.by_layer.items())]
         data = {
-            "schema": 1,
+            "schema": 2,
             "config": config,
             "notes": list(self.notes),
             "generations": self.generations,
             **self.total.to_dict(),
             "dense_reasons": dict(self.reasons),
+            "fallbacks": {reason: n for reason, n in self.reasons.items() if reason not in ASKED_DENSE},
+            "kernels": dict(self.kernels),
+            "cost_table": dict(self.costs),
             "untimed_calls": len(self._pending),
             "memory": dict(memory or self.memory),
             "layers": layers,
@@ -218,12 +243,13 @@ class Recorder:
         steps = sorted({row.step for row in rows})
         place = {step: i for i, step in enumerate(steps)}
         blank = lambda: [[[None] * self.heads for _ in steps] for _ in range(self.layers)]  # noqa: E731
-        record: dict[str, Any] = {name: blank() for name in ("density", "refreshed", "drift")}
+        record: dict[str, Any] = {name: blank() for name in ("density", "cost", "refreshed", "drift")}
         dense = [[None] * len(steps) for _ in range(self.layers)]
         for row in rows:
             cell = row.layer, place[row.step]
             dense[row.layer][place[row.step]] = bool(row.reason)  # type: ignore[call-overload]
             self._fill(record["density"], cell, row, row.density if not row.reason else 1.0)
+            self._fill(record["cost"], cell, row, (row.cost or row.density) if not row.reason else 1.0)
             self._fill(record["refreshed"], cell, row, row.refreshed if not row.reason else 0.0)
             self._fill(record["drift"], cell, row, row.drift)
         return {"transformer": transformer, "branch": branch, "steps": steps, "dense": dense, **record}
@@ -264,6 +290,7 @@ class Stats:
         lines = [f"note: {note}" for note in d["notes"]]
         lines.append(
             f"{d['generations']} generation(s), {d['calls']} attention calls: density {_number(d['density'])}, "
+            f"cost {_number(d['cost'])}, "
             f"refresh rate {_number(d['refresh_rate'])}, drift mean {_number(d['drift'])} max {_number(d['drift_max'])}"
         )
         reasons = ", ".join(f"{count} {reason}" for reason, count in d["dense_reasons"].items())
@@ -271,6 +298,11 @@ class Stats:
         total = d["time"]["total"]
         shares = ", ".join(f"{part} {d['time'][part]:.3f}" for part in PARTS)
         lines.append(f"time: {total:.3f} s ({shares})")
+        if d["kernels"]:
+            served = ", ".join(f"{name} ({count})" for name, count in d["kernels"].items())
+            table = d["cost_table"]
+            costs = f"; dense or sparse by the costs of {table['kind']} [{table['digest']}]" if table else ""
+            lines.append(f"kernels: {served}{costs}")
         if d["memory"]:
             sizes = ", ".join(f"{name} {size / 2**20:.2f} MB" for name, size in d["memory"].items())
             lines.append(f"cache: {sizes}")

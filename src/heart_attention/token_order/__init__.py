@@ -1,10 +1,10 @@
 """Token orders: names for configs, permutations for kernels."""
 
+from .head_orders import IN_RASTER, CallOrders, HeadOrders, orders_of, with_table
 from .names import (
     RASTER,
     SHAPES,
     TILES,
-    Cache,
     Grid,
     Order,
     candidates,
@@ -14,25 +14,27 @@ from .names import (
     permutation,
     read,
     shape_of,
-    with_own,
 )
 from .tiles import tile_order, tile_order_of
 
 __all__ = [
+    "IN_RASTER",
     "RASTER",
     "SHAPES",
     "TILES",
-    "Cache",
+    "CallOrders",
     "Grid",
+    "HeadOrders",
     "Order",
     "candidates",
     "for_heads",
     "names_at",
     "names_in",
+    "orders_of",
     "permutation",
     "read",
     "shape_of",
     "tile_order",
     "tile_order_of",
-    "with_own",
+    "with_table",
 ]

@@ -12,14 +12,13 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..masks import BlockMask, Text
+from ..masks import Text
 from .tiles import tile_order, tile_order_of
 
 log = logging.getLogger(__name__)
@@ -122,31 +121,6 @@ def permutation(name: str, grid: Grid, n: int, text: Text | None, block: int) ->
     if name != RASTER:
         video = video[tile_order(grid, block) if name == TILES else tile_order_of(grid, shape_of(name))]
     return torch.cat([video, prompt])
-
-
-class Cache:
-    """Permutations by name, grid and text, made once; those of several names as one tensor."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple, Tensor | None] = {}
-
-    def get(
-        self, names: tuple[str, ...], grid: Grid, n: int, text: Text | None, block: int, device: Any
-    ) -> Tensor | None:
-        """The permutation of one order, [tokens], or those of several, [names, tokens]; None as of `permutation`."""
-        key = (names, grid, n, text, block, device)
-        if key not in self._made:
-            rows = [permutation(name, tuple(grid), n, text, block) for name in names]
-            fits = all(row is not None for row in rows)
-            made = (rows[0] if len(names) == 1 else torch.stack(rows)) if fits else None  # type: ignore[arg-type]
-            self._made[key] = None if made is None else made.to(device)
-        return self._made[key]
-
-
-def with_own(mask: BlockMask, orders: Tensor, which: int) -> BlockMask:
-    """A mask made in one of `orders`, as one whose heads choose among them."""
-    own = torch.full(mask.shape, which, dtype=torch.int8, device=mask.device)
-    return replace(mask, order=orders, order_of=own)
 
 
 # ---------------------------------------- candidates

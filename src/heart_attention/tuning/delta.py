@@ -18,7 +18,7 @@ from ..errors import HeartError
 from ..masks import BlockMask, pack_bits, unpack_bits
 from ..online import reuse
 from ..online.call import CallContext, Handler
-from ..online.engine import seen_tokens
+from ..online.predict import predict
 from ..online.reuse import TMR, ReuseState
 
 SAMPLE = (128, 512)  # query and key tokens on which two clusterings are compared
@@ -59,10 +59,10 @@ class MaskProbe(Handler):
         """Dense attention, with a look at features and masks."""
         if call.step is None or call.step >= self.dense_steps:
             for b in range(q.shape[0]):
-                self._note(call, b, q[b : b + 1], k[b : b + 1])
+                self._note(call, b, q[b : b + 1], k[b : b + 1], v[b : b + 1])
         return dense(q, k, v)
 
-    def _note(self, call: CallContext, b: int, q: Tensor, k: Tensor) -> None:
+    def _note(self, call: CallContext, b: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         item = call.item + b
         key = (call.transformer, call.layer, call.branch, item)
         track = self.tracks.setdefault(key, Track(call.layer))
@@ -71,12 +71,12 @@ class MaskProbe(Handler):
             track.memory = backbone.new_state()
         text = call.text[b] if call.text else None
         tau = list(self.thresholds[call.transformer][call.layer])
-        mask = backbone.predict(q, k, tau, track.memory, text, key=(call.layer, call.branch, item))
+        mask = predict(backbone, q, k, v, tau, track.memory, text, key=(call.layer, call.branch, item))
         flags = _flags(mask)  # [H, entries]
         track.entries = flags.shape[-1]
         track.masks.append(pack_bits(flags).cpu())
         track.steps.append(call.step if call.step is not None else len(track.steps))
-        seen = seen_tokens(text, q.shape[2], backbone, q.device)
+        seen = backbone.seen_tokens(text, q.shape[2], q.device)
         track.features.append(reuse.features(q, k, "mean", seen).cpu())
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import kernels, token_order
 from ..errors import HeartError
 from ..online.call import CallContext, Handler
+from ..online.predict import predict
 
 FEWER = 2.0  # how much one per cent fewer blocks weigh against one per cent less error
 LEAST, MOST = 0.05, 0.999  # thresholds that heads may get
@@ -38,7 +39,7 @@ class OrderProbe(Handler):
     def __init__(
         self, backbone: Any, thresholds: list[list[tuple[float, ...]]], steps: Collection[int], kernel: str = "auto"
     ) -> None:
-        if not hasattr(backbone, "block"):
+        if backbone.block_tokens is None:
             raise HeartError(f"{backbone.name} has no blocks of tokens, so no order suits it better: use xattention")
         self.backbone, self.thresholds, self.steps, self.kernel = backbone, thresholds, frozenset(steps), kernel
         self.names: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class OrderProbe(Handler):
         return out
 
     def _note(self, call: CallContext, text: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        grid, block = tuple(call.grid), self.backbone.block  # type: ignore[arg-type]
+        grid, block = tuple(call.grid), self.backbone.block_tokens  # type: ignore[arg-type]
         text = text if text is not None and text.prompt + text.unused else None
         self.names = token_order.candidates(grid, block)
         tau = list(self.thresholds[call.transformer][call.layer])
@@ -74,7 +75,8 @@ class OrderProbe(Handler):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tau: list[float], text: Any, order: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Density of the heads' masks in this order, and the relative squared error of their outputs, [H] each."""
-        mask = self.backbone.predict(q, k, tau, self.backbone.new_state(), text, order=order)
+        orders = token_order.CallOrders(order)
+        mask = predict(self.backbone, q, k, v, tau, self.backbone.new_state(), text, orders=orders)
         kernel = kernels.choose(mask, q, self.kernel)
         made = kernel.run(kernel.plan(mask), q, k, v)
         error, size = (x[:, :, order].float().square().sum((0, 2, 3)) for x in (made - out, out))

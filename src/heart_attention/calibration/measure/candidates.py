@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ... import kernels, token_order
-from ...masks import Mask, count_labels
+from ...masks import count_labels
+from ...online.call import CallContext
+from ...online.predict import predict_many
 
 DENSE = -1  # a head's choice when it is not sparse
 
@@ -30,44 +32,10 @@ class Spec:
     scale_clusters: bool = False  # fit SVG2's cluster counts to the number of tokens, as in HeartConfig
 
 
-def candidate_masks(
-    backbone: Any, q: Tensor, k: Tensor, taus: Sequence[float], text: Any, order: Tensor | None, key: tuple
-) -> tuple[list[Any], Any]:
-    """A mask for each threshold, and the one that keeps everything, from one prediction; q, k [1, H, N, D]."""
-    if hasattr(backbone, "scores") and hasattr(backbone, "select"):
-        full = backbone.predict(q, k, 1.0, text=text, order=order, key=key)
-        scores = backbone.scores(q[:, :, : full.n_q], k[:, :, : full.n_k], full.order)
-        rows, cols = full.blocks.shape[2:]
-        made = [backbone.select(scores[:, :, :rows], float(t))[..., :cols] for t in taus]
-        return [replace(full, blocks=blocks) if t < 1 else full for blocks, t in zip(made, taus)], full
-    if hasattr(backbone, "cluster") and hasattr(backbone, "map"):
-        return _cluster_candidates(backbone, q, k, taus, text, key)
-    full = backbone.predict(q, k, 1.0, text=text, order=order, key=key)
-    each = [backbone.predict(q, k, float(t), backbone.new_state(), text, order=order, key=key) for t in taus]
-    return each, full
-
-
-def _cluster_candidates(
-    backbone: Any, q: Tensor, k: Tensor, taus: Sequence[float], text: Any, key: tuple
-) -> tuple[list[Any], Any]:
-    state = backbone.new_state()
-    full = backbone.predict(q, k, 1.0, state, text, key=key)
-    heads = [state.centroids[(key[2], h)] for h in range(q.shape[1])]
-    rows, cols = heads[0][0].shape[0], heads[0][1].shape[0]
-    centroids = [torch.stack([pair[side] for pair in heads])[None] for side in (0, 1)]  # [1, H, C, D]
-    sizes = count_labels(full.k_labels, full.map.shape[3])[..., :cols]
-    masks = []
-    for tau in taus:
-        kept = full.map.clone()
-        kept[:, :, :rows, :cols] = backbone.map(*centroids, sizes, float(tau))
-        masks.append(replace(full, map=kept))
-    return masks, full
-
-
 class Trials:
     """One attention call: q, k, v [B, H, N, D] and the candidates' masks, item by item of the batch."""
 
-    def __init__(self, spec: Spec, call: Any, branch: str, q: Tensor, k: Tensor, v: Tensor, masks: Any = None):
+    def __init__(self, spec: Spec, call: CallContext, branch: str, q: Tensor, k: Tensor, v: Tensor, masks: Any = None):
         self.spec, self.q, self.k, self.v = spec, q, k, v
         self.grid, self.text, self.layer = call.grid, call.text, call.layer
         if masks is None:
@@ -75,35 +43,14 @@ class Trials:
                 masks = [self._predict(b, call, branch) for b in range(q.shape[0])]
         self.masks: list[tuple[list[Any], Any]] = masks
 
-    def _predict(self, b: int, call: Any, branch: str) -> tuple[list[Any], Any]:
-        q, k = self.q[b : b + 1].detach(), self.k[b : b + 1].detach()
+    def _predict(self, b: int, call: CallContext, branch: str) -> tuple[list[Any], Any]:
+        q, k, v = (x[b : b + 1].detach() for x in (self.q, self.k, self.v))
         text = call.text[b] if call.text else None
-        key = (call.layer, branch, call.item + b)
         backbone = self.spec.backbone.scaled_to(q.shape[2]) if self.spec.scale_clusters else self.spec.backbone
-        row = token_order.names_at(self.spec.order, call.transformer, call.layer, q.shape[1])
-        names = tuple(sorted(set(row)))
-        if names == (token_order.RASTER,) or call.grid is None or not hasattr(backbone, "block"):
-            return candidate_masks(backbone, q, k, self.spec.candidates, text, None, key)
-        given = (tuple(call.grid), q.shape[2], text, backbone.block)
-        table = [token_order.permutation(name, *given) for name in names]
-        if any(order is None for order in table):
-            return candidate_masks(backbone, q, k, self.spec.candidates, text, None, key)
-        every = torch.stack(table).to(q.device)  # type: ignore[arg-type]
-        if len(names) == 1:
-            return candidate_masks(backbone, q, k, self.spec.candidates, text, every[0], key)
-        return self._by_order(backbone, q, k, text, every, [names.index(name) for name in row], key)
-
-    def _by_order(self, backbone: Any, q: Tensor, k: Tensor, text: Any, table: Tensor, own: list[int], key: tuple):
-        """Heads of one order together, then all of them in their places."""
-        found, places = [], []
-        for i, order in enumerate(table):
-            heads = [h for h, x in enumerate(own) if x == i]
-            masks, full = candidate_masks(backbone, q[:, heads], k[:, heads], self.spec.candidates, text, order, key)
-            found.append([token_order.with_own(mask, table, i) for mask in (*masks, full)])
-            places += heads
-        back = torch.tensor(places).argsort()
-        whole = [Mask.join(each).heads(back) for each in zip(*found)]
-        return whole[:-1], whole[-1]
+        names = token_order.names_at(self.spec.order, call.transformer, call.layer, q.shape[1])
+        orders = token_order.orders_of(names, call.grid, q.shape[2], text, backbone.block_tokens, q.device)
+        key = (call.layer, branch, call.item + b)
+        return predict_many(backbone, q, k, v, self.spec.candidates, text, orders=orders, key=key)
 
     def sparsity(self) -> Tensor:
         """Share of token pairs left out, float64 [K, H], the mean over the batch."""

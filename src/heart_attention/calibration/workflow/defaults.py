@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...backbones import Backbone
-from ...config import HeartConfig, identify, preset
+from ...config import HeartConfig
 from ...errors import HeartError
+from ...presets import identify, preset
 from .. import experts
 from ..measure import velocity_error
 from .settings import Settings, default_of
@@ -44,11 +45,14 @@ def settings_for(
 
 def _of_preset(pipe: Any, backbone: Backbone | str) -> dict[str, Any]:
     """Backbone, token order and dense steps for this model; a backbone given whole stays as it is."""
-    by_name = isinstance(backbone, str)
-    config = preset(backbone if by_name else backbone.name, pipe)
+    if isinstance(backbone, str):
+        config = preset(backbone, pipe)
+        whole = {"backbone": config.backbone, "scale_clusters": config.scale_clusters}
+    else:
+        config = preset(backbone.name, pipe)
+        whole = {"backbone": backbone, "scale_clusters": False}
     return {
-        "backbone": config.backbone if by_name else backbone,
-        "scale_clusters": config.scale_clusters and by_name,
+        **whole,
         "dense_steps": config.dense_steps,
         "order": config.order,
     }

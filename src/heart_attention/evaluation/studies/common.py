@@ -15,7 +15,7 @@ PAPER_BACKBONES = ("xattention", "svg2")  # those that the paper studies
 
 def backbones(pipe: Any, names: Sequence[str] = ()) -> dict[str, Any]:
     """The backbones of the presets for this model by name; those that the paper has unless others are named."""
-    from ...config import preset
+    from ...presets import preset
 
     found = {}
     for name in names or PAPER_BACKBONES:

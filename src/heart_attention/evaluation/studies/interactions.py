@@ -38,7 +38,7 @@ def run(
         contexts: (prompt, step) pairs.  orders: random orders in which heads are added.
     """
     from ... import tiny
-    from ...config import preset
+    from ...presets import preset
 
     call, prompts = dict(call or tiny.QUICK), list(prompts or tiny.prompts("calibration")[:contexts])
     config = preset("xattention", pipe)
