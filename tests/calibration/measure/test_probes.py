@@ -111,7 +111,7 @@ def test_svg2_candidates_share_one_clustering(monkeypatch):
 
     monkeypatch.setattr(svg2, "lloyd_heads", counted)
     q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
-    masks, full = candidates.candidate_masks(BACKBONES["svg2"], q, k, (0.3, 0.6, 0.9), None, None, (1, "cond", 0))
+    masks, full = BACKBONES["svg2"].predict_many(q, k, (0.3, 0.6, 0.9), key=(1, "cond", 0))
     assert len(runs) == 4  # queries and keys of two heads
     for tau, mask in zip((0.3, 0.6, 0.9), masks):
         alone = BACKBONES["svg2"].predict(q, k, tau, key=(1, "cond", 0))
@@ -125,7 +125,7 @@ def test_xattention_candidates_equal_single_predictions(order):
 
     x, q, k = BACKBONES["xattention"], torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
     permutation = tile_order((4, 4, 4), 8) if order == "tiles" else None
-    masks, _ = candidates.candidate_masks(x, q, k, (0.3, 0.9), None, permutation, (0, "cond", 0))
+    masks, _ = x.predict_many(q, k, (0.3, 0.9), order=permutation, key=(0, "cond", 0))
     for tau, mask in zip((0.3, 0.9), masks):
         assert torch.equal(mask.blocks, x.predict(q, k, tau, order=permutation).blocks)
 
