@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from ..api import resolve
-from ..config import PRESETS, HeartConfig
+from ..config import HeartConfig
 from ..errors import HeartError
 from ..masks import Text
 from ..online.call import CallContext
 from ..online.engine import Engine
+from ..presets import PRESETS
 
 log = logging.getLogger(__name__)
 
