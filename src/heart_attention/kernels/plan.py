@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,7 +111,7 @@ def make_plan(
     filled = [starts.diff(dim=-1) > 0 for starts in layout[:2]]  # groups that hold tokens
     kept = flags if layout.k_starts.ndim == 1 else flags & filled[0][..., :, None] & filled[1][..., None, :]
     lists = _lists(torch.zeros_like(kept) if rest == "only" else kept)
-    approximated = None if rest == "drop" else _lists(mask.approximated())
+    approximated = None if rest == "drop" else _lists(mask.approximated(filled))
     if not part:
         _refuse_empty(lists["counts"] if approximated is None else lists["counts"] + approximated["counts"], filled[0])
     more = {} if approximated is None else {"rest_ptr": approximated["row_ptr"], "rest_cols": approximated["cols"]}
@@ -121,13 +122,19 @@ def make_plan(
 
 
 def _lists(kept: Tensor) -> dict[str, Tensor]:
-    """What each row of bool [B, H, M, K] lists; indices are int64 only as long as they must (they dominate the memory)."""
-    columns = max(kept.shape[3], 1)
+    """What each row of bool [B, H, M, K] lists, as `row_ptr`, `cols` and `counts` of a plan."""
     counts = kept.sum(dim=-1, dtype=torch.int32)  # [B, H, M]
-    cols = kept.reshape(-1).nonzero().view(-1).remainder_(columns).to(torch.int32)
     ends = counts.reshape(-1).cumsum(0, dtype=torch.int64).view(counts.shape)
     row_ptr = torch.cat([ends[..., :1] - counts[..., :1], ends], dim=-1)  # [B, H, M + 1]
-    return {"row_ptr": row_ptr.contiguous(), "cols": cols, "counts": counts}
+    return {"row_ptr": row_ptr.contiguous(), "cols": _columns(kept), "counts": counts}
+
+
+def _columns(kept: Tensor) -> Tensor:
+    """The column of each true entry, row by row, int32."""
+    if kept.device.type != "cpu":
+        return kept.reshape(-1).nonzero().view(-1).remainder_(max(kept.shape[3], 1)).to(torch.int32)
+    # numpy picks from a broadcast row: no 64-bit indices, which would dominate memory, and several times quicker
+    return torch.from_numpy(np.broadcast_to(np.arange(kept.shape[3], dtype=np.int32), kept.shape)[kept.numpy()])
 
 
 def _refuse_empty(counts: Tensor, filled: Tensor) -> None:

@@ -130,15 +130,17 @@ class Mask:
         unused = self._holding(self.row_of(), self.flags.shape[2], "unused", self.n_q)
         return self.with_flags(self.flags | prompt[..., None, :] & ~unused[..., :, None])
 
-    def approximated(self) -> Tensor:
+    def approximated(self, filled: Sequence[Tensor] | None = None) -> Tensor:
         """Pairs of groups that `rest="mean"` approximates, bool [B, H, rows, columns].
 
-        Left out, but neither empty nor text; unused text slots, which see only themselves, approximate nothing.
+        Left out, but neither empty nor text; unused text slots, which see only themselves, approximate nothing. `filled`
+        says which rows and columns hold tokens, if that is known already.
         """
-        mask = self.for_rest("mean")
-        rows, columns = (sizes > 0 for sizes in self.sizes())
-        rows = rows & ~self._holding(self.row_of(), self.flags.shape[2], "unused", self.n_q)
-        return ~mask.flags & rows[..., :, None] & (columns & ~self.exact_groups())[..., None, :]
+        rows, columns = (sizes > 0 for sizes in self.sizes()) if filled is None else filled
+        if self.text is not None:
+            rows = rows & ~self._holding(self.row_of(), self.flags.shape[2], "unused", self.n_q)
+            columns = columns & ~self.exact_groups()
+        return ~self.flags & rows[..., :, None] & columns[..., None, :]  # text's groups are exact, kept or not
 
     def cost(self, rest: str = "drop") -> Tensor:
         """Computed share of all token pairs, float64 [B, H]: kept pairs, and one for each query and approximated group."""
