@@ -62,9 +62,10 @@ PLAN = (
     Phase(14750, (2.5e-3, 1e-4), LAST_MIX, data.LIT, ALL_NOISE),
 )
 # From the packaged weights, deepened (grow.py): larger shapes on a calmer ground, at and near the native size.
-HALF, BRIEF = (1, 8, 16, 16), (4, 4, 12, 12)
+HALF, BRIEF, PAIR = (1, 8, 16, 16), (4, 4, 12, 12), (8, 2, 12, 12)
 NATIVE_MIX = ((0.3, WIDE), (0.3, MIDDLE), (0.2, HALF), (0.2, NATIVE))
 BROAD_MIX = ((0.35, BRIEF), (0.25, WIDE), (0.2, MIDDLE), (0.12, HALF), (0.08, NATIVE))
+MANY_MIX = ((0.4, PAIR), (0.2, BRIEF), (0.2, WIDE), (0.2, MIDDLE))  # many clips: words are learned by comparing
 SHAPE_LESSON = words.Lesson(scene.SHAPES, MIDDLE_NOISE, BRIEF, focus=5.0)
 DEEP_PLAN = (
     *PLAN,
@@ -72,8 +73,9 @@ DEEP_PLAN = (
     Phase(14900, (1.5e-3, 1.5e-3), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
     Phase(15100, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
     # Circle, square and ring had one embedding between them.
-    Phase(17000, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, SHAPE_LESSON, focus=5.0),
-    Phase(18000, (1.5e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
+    Phase(15110, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, SHAPE_LESSON, focus=5.0),
+    Phase(15800, (2.5e-3, 2.5e-3), MANY_MIX, data.CALM, MIDDLE_NOISE, focus=10.0),
+    Phase(16500, (2.5e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0),
 )
 PLANS = {"shipped": (PLAN, 6), "deep": (DEEP_PLAN, 9)}  # with the number of layers
 # HunyuanVideo's from scratch, in the world that the other model ended in; not run to its end yet.
