@@ -50,6 +50,19 @@ def test_training_never_shows_held_out_combinations():
     assert set(data.TRAIN).isdisjoint(splits["heldout"] + splits["demo"])
 
 
+def test_clips_that_are_alike_differ_in_nothing_but_their_shapes():
+    clips = data.batch(1, 4, 8, 2, (64, 64), data.CALM, alike=4)
+    assert [c[1] for c in clips.combos] == 2 * list(scene.SHAPES)
+    assert set(clips.combos) <= set(data.TRAIN)
+    for first in (0, 4):
+        own = slice(first, first + 4)
+        assert len({(c, m, g) for c, _, m, g in clips.combos[own]}) == 1
+        far = clips.near[own].amax((0, 1)) == 0
+        assert all(torch.equal(v[:, far], clips.video[first][:, far]) for v in clips.video[own])
+    with pytest.raises(ValueError, match="sets of 4"):
+        data.batch(1, 4, 6, 2, (64, 64), data.CALM, alike=4)
+
+
 def test_codec_is_a_matmul_and_faithful():
     codec = model.fit_codec()
     vae = model.build_vae(codec)

@@ -67,6 +67,7 @@ class Batch:
     captions: list[str]
     combos: list[scene.Combo]
     near: torch.Tensor | None = None  # [B, 1, T, H, W], 1 on the object and a little around it, else 0
+    alike: int = 1  # how many clips in a row differ in nothing but their shapes
 
 
 def _uniform(n: int, low, high, rng: torch.Generator) -> torch.Tensor:
@@ -143,17 +144,24 @@ def _ground(combos: list[scene.Combo], frames: int, size: tuple[int, int], step,
     return ground.clamp(0, 255)
 
 
-def _draw(combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World):
-    """Clips [B, 3, T, H, W] in -1..1, and the discs around their shapes [B, 1, T, H, W]."""
+def _draw(
+    combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World, alike: int = 1
+):
+    """Clips [B, 3, T, H, W] in -1..1, and the discs around their shapes [B, 1, T, H, W].
+
+    Of every `alike` clips in a row the first says where, how large and before what ground the shape is.
+    """
+    firsts = combos[::alike]
     low, high = world.radius if world.share is None else (min(size) * part for part in world.share)
-    radius = _uniform(len(combos), low, high, rng)
-    direction = torch.tensor([scene.MOTIONS[c[2]] for c in combos], dtype=torch.float32)
-    step = direction * _uniform(len(combos), *world.speed, rng)[:, None]
+    radius = _uniform(len(firsts), low, high, rng)
+    direction = torch.tensor([scene.MOTIONS[c[2]] for c in firsts], dtype=torch.float32)
+    step = direction * _uniform(len(firsts), *world.speed, rng)[:, None]
     if world.lit:
         centre = _lit_centres(frames, size, direction, world, rng)  # [B, T, 2]
     else:
         centre = _centres(frames, size, step, radius, world, rng)
-    ground = _ground(combos, frames, size, step, world, rng)
+    ground = _ground(firsts, frames, size, step, world, rng)
+    radius, step, centre, ground = (part.repeat_interleave(alike, 0) for part in (radius, step, centre, ground))
     paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
     cover = _cover([c[1] for c in combos], centre, radius, size)
     for age, opacity in enumerate(world.glow, start=1):
@@ -174,13 +182,27 @@ def _pick(rng: torch.Generator, n: int) -> int:
     return int(torch.randint(n, (1,), generator=rng))
 
 
-def batch(seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = LIT) -> Batch:
+def _choose(size: int, alike: int, rng: torch.Generator) -> list[scene.Combo]:
+    """Combinations for a batch; with `alike`, as many of each colour, motion and ground, one of each shape."""
+    if alike == 1:
+        return [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]
+    if alike != len(scene.SHAPES) or size % alike:
+        raise ValueError(f"{size} clips cannot come in sets of {alike}: a set has one of each of {scene.SHAPES}")
+    chosen = [WHOLE[_pick(rng, len(WHOLE))] for _ in range(size // alike)]
+    return [(colour, shape, motion, ground) for colour, motion, ground in chosen for shape in scene.SHAPES]
+
+
+def batch(
+    seed: int, step: int, size: int, frames: int, pixels: tuple[int, int], world: World = LIT, alike: int = 1
+) -> Batch:
     """The training batch of a step: the same (seed, step) always gives the same clips and captions."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    chosen = [TRAIN[_pick(rng, len(TRAIN))] for _ in range(size)]
+    chosen = _choose(size, alike, rng)
     captions = [scene.caption(c, _pick(rng, len(scene.TEMPLATES)), _pick(rng, len(scene.VERBS))) for c in chosen]
-    video, near = _draw(chosen, frames, pixels, rng, world)
-    return Batch(video, captions, chosen, near)
+    video, near = _draw(chosen, frames, pixels, rng, world, alike)
+    return Batch(video, captions, chosen, near, alike)
 
 
 TRAIN = scene.splits()["train"]
+# What can be trained with every shape: (colour, motion, ground) of which no shape is held out.
+WHOLE = sorted({(c, m, g) for c, _, m, g in TRAIN} - {(c, m, g) for c, _, m, g in set(scene.combos()) - set(TRAIN)})

@@ -20,6 +20,7 @@ class Phase:
     shifts: tuple[float, ...] = (model.FLOW_SHIFT,)  # of the noise levels, sample by sample in turn
     teach: words.Lesson | None = None  # before it begins
     focus: float = 0.0  # how much more the loss near the object counts, at no noise
+    alike: bool = False  # batches that have room for it hold each clip with all four shapes, under the same noise
 
 
 # Small canvases teach what things look like; long and wide ones teach the rotary positions that small canvases
@@ -66,6 +67,8 @@ HALF, BRIEF, PAIR = (1, 8, 16, 16), (4, 4, 12, 12), (8, 2, 12, 12)
 NATIVE_MIX = ((0.3, WIDE), (0.3, MIDDLE), (0.2, HALF), (0.2, NATIVE))
 BROAD_MIX = ((0.35, BRIEF), (0.25, WIDE), (0.2, MIDDLE), (0.12, HALF), (0.08, NATIVE))
 MANY_MIX = ((0.4, PAIR), (0.2, BRIEF), (0.2, WIDE), (0.2, MIDDLE))  # many clips: words are learned by comparing
+ALIKE_MIX = ((0.5, PAIR), (0.35, BRIEF), (0.15, MIDDLE))
+LATE_MIX = ((0.3, PAIR), (0.3, BRIEF), (0.15, WIDE), (0.15, MIDDLE), (0.1, NATIVE))
 SHAPE_LESSON = words.Lesson(scene.SHAPES, MIDDLE_NOISE, BRIEF, focus=5.0)
 DEEP_PLAN = (
     *PLAN,
@@ -74,8 +77,10 @@ DEEP_PLAN = (
     Phase(15100, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
     # Circle, square and ring had one embedding between them.
     Phase(15110, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, SHAPE_LESSON, focus=5.0),
-    Phase(15800, (2.5e-3, 2.5e-3), MANY_MIX, data.CALM, MIDDLE_NOISE, focus=10.0),
-    Phase(16500, (2.5e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0),
+    Phase(15640, (2.5e-3, 2.5e-3), MANY_MIX, data.CALM, MIDDLE_NOISE, focus=10.0),
+    # What tells the shapes apart is what is left when all else is the same.
+    Phase(16200, (2.5e-3, 2.5e-3), ALIKE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0, alike=True),
+    Phase(16600, (2.5e-3, 2e-4), LATE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0, alike=True),
 )
 PLANS = {"shipped": (PLAN, 6), "deep": (DEEP_PLAN, 9)}  # with the number of layers
 # HunyuanVideo's from scratch, in the world that the other model ended in; not run to its end yet.

@@ -17,6 +17,8 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch.nn import functional
 
+from heart_attention.tiny import scene
+
 from . import data, model, words
 from .muon import Muon
 from .plan import PLAN, PLANS, Canvas, Phase, phase_at
@@ -112,8 +114,9 @@ class Trainer:
     def loss(self, canvas: Canvas, rng: torch.Generator, phase: Phase) -> torch.Tensor:
         """The loss of this step's batch on a canvas."""
         b, t, h, w = canvas
-        clips = data.batch(self.seed, self.step, b, t, (8 * h, 8 * w), phase.world)
-        shift = torch.tensor([phase.shifts[(self.step + i) % len(phase.shifts)] for i in range(b)])
+        alike = len(scene.SHAPES) if phase.alike and b % len(scene.SHAPES) == 0 else 1
+        clips = data.batch(self.seed, self.step, b, t, (8 * h, 8 * w), phase.world, alike)
+        shift = torch.tensor([phase.shifts[(self.step + i // alike) % len(phase.shifts)] for i in range(b)])
         return self.flow_loss(clips, shift, rng, focus=phase.focus)
 
     def flow_loss(
@@ -130,11 +133,11 @@ class Trainer:
         object is, a weight that knows would teach the model to see objects everywhere.
         """
         x = model.encode(clips.video, self.codec)
-        b = len(x)
-        # Stratified over the batch: less noise in the gradient.
-        u = (torch.arange(b) + torch.rand(b, generator=rng)) / b
+        sets = len(x) // clips.alike
+        # Stratified over the batch: less noise in the gradient. Clips that are alike have the same noise.
+        u = ((torch.arange(sets) + torch.rand(sets, generator=rng)) / sets).repeat_interleave(clips.alike)
         sigma = shift * u / (1 + (shift - 1) * u)
-        noise = torch.randn(x.shape, generator=rng)
+        noise = torch.randn((sets, *x.shape[1:]), generator=rng).repeat_interleave(clips.alike, 0)
         s = sigma.view(-1, 1, 1, 1, 1)
         velocity = self.velocity((1 - s) * x + s * noise, sigma, clips.captions, rng, dropout)
         weight = self.weight
