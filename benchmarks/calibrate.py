@@ -102,7 +102,7 @@ def skip(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
             quick, found = _cpu(lambda w=wanted: dict(probes.probe(replay, context, w, spec, measure, null=False)))
             slow = 0.0
             for layer, record in found.items():
-                for k in range(len(spec.candidates)):
+                for k in range(len(spec.points)):
                     pick = {layer: [k if h == head % heads else DENSE for h in range(heads)]}
                     seconds, velocity = _cpu(lambda p=pick: probes.full_forward(replay, context, spec, p))
                     slow += seconds
@@ -135,8 +135,8 @@ def gradient_against_probes(pipe: Any, args: argparse.Namespace) -> dict[str, An
     finally:
         worker.close()
     E, G, S = np.mean(exact, 0), np.mean(estimate, 0), np.mean(S, 0)
-    best, ours = (solver.solve(table, S, shared=0.9, thresholds=spec.candidates) for table in (E, G))
-    at = spec.candidates.index(0.9)
+    best, ours = (solver.solve(table, S, shared=0.9, thresholds=spec.thresholds) for table in (E, G))
+    at = spec.thresholds.index(0.9)
     shared, least, kept = E[..., at].sum(), _sum(E, best.choice), _sum(E, ours.choice)
     positive = E > 0
     return {

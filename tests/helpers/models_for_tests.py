@@ -112,3 +112,21 @@ def hunyuan_context(model: HunyuanVideoTransformer3DModel, prompt: int = 0) -> C
     with torch.no_grad():
         out = model(**inputs, return_dict=False)[0]
     return Context(prompt, 3, (Branch("cond", inputs, out, (1.0,)),))
+
+
+def plain_attention(mask, rest: str, q, k, v) -> torch.Tensor:
+    """Masked attention with the rest as means, straight from the definition and differentiable; [1, H, N, D]."""
+    scale = q.shape[-1] ** -0.5
+    logits = (q @ k.mT * scale).masked_fill(~mask.dense_tokens(), -torch.inf)
+    if rest == "drop":
+        return logits.softmax(-1) @ v
+    count = mask.flags.shape[3]
+    groups = mask.group_of().expand(*mask.shape, -1)
+    member = torch.nn.functional.one_hot(groups, count).mT.to(k.dtype)  # [1, H, C, n_k]
+    sizes = member.sum(-1, keepdim=True)
+    means = [(member @ x[:, :, : mask.n_k]) / sizes.clamp(min=1) for x in (k, v)]
+    rows = mask.row_of().expand(*mask.shape, -1)
+    seen = mask.approximated().gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, count))  # [1, H, n_q, C]
+    seen = torch.nn.functional.pad(seen, (0, 0, 0, q.shape[2] - mask.n_q))
+    more = (q @ means[0].mT * scale + sizes.clamp(min=1).log().mT).masked_fill(~seen, -torch.inf)
+    return torch.cat([logits, more], -1).softmax(-1) @ torch.cat([v, means[1]], 2)

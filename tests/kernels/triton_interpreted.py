@@ -159,7 +159,7 @@ def test_parts_add_up(n, clustered, tail, ordered, share, seed):
 def test_calibration_climbs_its_candidates(svg2):
     backbone = SVG2(q_clusters=3, k_clusters=9, init_iters=2) if svg2 else XAttention(stride=4, block=16)
     trials = Trials(
-        Spec(backbone, (0.3, 0.7, 0.9, 1.0), kernel="triton"), CallContext(layer=0), "0", *qkv(generator(0), 50, 16)
+        Spec.of(backbone, (0.3, 0.7, 0.9, 1.0), kernel="triton"), CallContext(layer=0), "0", *qkv(generator(0), 50, 16)
     )
     for n, out in enumerate(trials.climb()):
         torch.testing.assert_close(out, trials.run([0, 1], n), atol=2e-6, rtol=1e-5)

@@ -4,55 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from .. import backbones
+from ..backbones.base import Backbone
 from ..errors import HeartError
 from ..files import read_json
-from . import values
+from ..online.points import Point
 
 PAPER = (0.85, 0.9, 0.95)  # the paper's three candidates
 THRESHOLDS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One operating point of a head.
-
-    Args:
-        backbone: what predicts its mask, with settings.
-        threshold: how much the mask keeps; 1 is dense attention.
-        rest: "drop" leaves the rest out, "mean" approximates each group left out by one key.
-        order: "raster", "tiles", or a tile such as "4x4x4".
-    """
-
-    backbone: Any
-    threshold: float
-    rest: str = "drop"
-    order: str = "raster"
-
-    def __post_init__(self) -> None:
-        values.point(self.to_dict())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The point as plain JSON types."""
-        return {
-            "backbone": self.backbone.to_dict(),
-            "threshold": self.threshold,
-            "rest": self.rest,
-            "order": self.order,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Point:
-        """The point that `to_dict` described."""
-        read = values.point(data)
-        return cls(**{**read, "backbone": backbones.from_dict(read["backbone"])})
-
-
 def points_of(
-    backbone: Any, thresholds: Sequence[float], rest: str = "drop", order: str = "raster"
+    backbone: Backbone, thresholds: Sequence[float], rest: str = "drop", order: str = "raster"
 ) -> tuple[Point, ...]:
     """Points of one backbone that differ in the threshold."""
     return tuple(Point(backbone, float(t), rest, order) for t in thresholds)

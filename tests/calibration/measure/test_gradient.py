@@ -5,46 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from models_for_tests import hunyuan_context, hunyuan_transformer, wan_context, wan_transformer
+from models_for_tests import hunyuan_context, hunyuan_transformer, plain_attention, wan_context, wan_transformer
 from scipy.stats import spearmanr
 
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.calibration.measure import gradient, probes, velocity_error
 from heart_attention.calibration.measure.candidates import DENSE, Spec, Trials
 from heart_attention.calibration.measure.replay import Replay
+from heart_attention.calibration.points import points_of
 from heart_attention.errors import HeartError
-from heart_attention.masks import Text
-from heart_attention.online.call import CallContext
 
 BACKBONES = {"xattention": XAttention(stride=4, block=8), "svg2": SVG2(6, 10, init_iters=10)}
 TAUS = (0.5, 0.7, 0.9)
 FAMILIES = {"wan": (wan_transformer, wan_context), "hunyuan": (hunyuan_transformer, hunyuan_context)}
-
-
-@pytest.mark.parametrize("kernel", ["auto", "gather"])
-@pytest.mark.parametrize("case", ["block", "tail", "cluster"])
-def test_climbing_the_candidates_gives_what_each_gives_alone(case, kernel):
-    torch.manual_seed(1)
-    q, k, v = (torch.randn(2, 2, 70, 16) for _ in range(3))
-    text = [Text(60, 6, 4), Text(60, 7, 3)] if case == "tail" else None
-    backbone = BACKBONES["svg2" if case == "cluster" else "xattention"]
-    trials = Trials(
-        Spec(backbone, (0.3, 0.3001, 0.7, 0.9, 1.0), kernel=kernel), CallContext(layer=0, text=text), "0", q, k, v
-    )
-    outs = list(trials.climb())
-    assert len(outs) == 5
-    for n, out in enumerate(outs):
-        torch.testing.assert_close(out, trials.run([0, 1], n), atol=2e-6, rtol=1e-5)
-
-
-def test_masks_that_are_not_nested_are_computed_whole():
-    torch.manual_seed(2)
-    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
-    trials = Trials(Spec(BACKBONES["xattention"], (0.3, 0.5, 0.9)), CallContext(layer=0), "0", q, k, v)
-    (masks, _full), *_ = trials.masks
-    masks[0], masks[1] = masks[1], masks[0]
-    for n, out in enumerate(trials.climb()):
-        torch.testing.assert_close(out, trials.run([0, 1], n), atol=2e-6, rtol=1e-5)
 
 
 def _twin(replay, context, spec, choice):
@@ -54,12 +27,12 @@ def _twin(replay, context, spec, choice):
 
         def serve(call, q, k, v, dense, name=branch.name):
             trials = Trials(spec, call, name, q, k, v)
-            mask = trials.mixed_mask(0, choice[call.layer]).dense_tokens()
-            full = (q @ k.mT) / q.shape[-1] ** 0.5
-            out = full.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            out = torch.zeros_like(q)
+            for part in trials.parts(0, choice[call.layer]):
+                out[:, part.heads] = plain_attention(part.mask, part.rest, *(x[:, part.heads] for x in (q, k, v)))
             leaf = leaves[name, call.layer] = torch.zeros_like(out, requires_grad=True)
             heads = range(out.shape[1])
-            deltas[name, call.layer] = [trials.run(heads, c) - out.detach() for c in range(len(spec.candidates))]
+            deltas[name, call.layer] = [trials.run(heads, c) - out.detach() for c in range(len(spec.points))]
             return out + leaf
 
         with torch.enable_grad(), replay.handler.serving(serve):
@@ -67,19 +40,32 @@ def _twin(replay, context, spec, choice):
     epsilon, reference = context.combine(outputs) - context.reference(), context.reference()
     e = (epsilon * velocity_error.apply_weight(epsilon)).sum() / velocity_error.denominator(reference)
     grads = dict(zip(leaves, torch.autograd.grad(e, list(leaves.values()))))
-    m = np.zeros((len(choice), 2, len(spec.candidates)))
+    m = np.zeros((len(choice), 2, len(spec.points)))
     for (name, layer), g in grads.items():
         for c, delta in enumerate(deltas[name, layer]):
             m[layer, :, c] += (g * delta).sum((0, 2, 3)).numpy()
     return float(e.detach()), m
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+SPECS = {name: Spec.of(backbone, TAUS) for name, backbone in BACKBONES.items()}
+SPECS["svg2, rest"] = Spec.of(BACKBONES["svg2"], TAUS, rest="mean")
+SPECS["xattention, rest"] = Spec.of(BACKBONES["xattention"], TAUS, rest="mean")
+SPECS["mixed"] = Spec(
+    (
+        *points_of(BACKBONES["xattention"], (0.5,)),
+        *points_of(BACKBONES["svg2"], (0.3, 0.7), rest="mean"),
+        *points_of(BACKBONES["svg2"], (0.7,)),
+        *points_of(BACKBONES["xattention"], (0.7,), rest="mean", order="tiles"),
+    )
+)
+
+
+@pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_first_order_terms_equal_autograd_through_the_model(family, backbone):
+def test_first_order_terms_equal_autograd_through_the_model(family, kind):
     make, context_of = FAMILIES[family]
     model = make()
-    context, spec = context_of(model), Spec(BACKBONES[backbone], TAUS)
+    context, spec = context_of(model), SPECS[kind]
     with Replay(model) as replay:
         choice = [[1, 2] if layer % 2 else [2, 1] for layer in range(len(replay.layers))]
         found = gradient.differentiate(replay, context, spec, choice, velocity_error.Spectral(), seed=0)
@@ -89,7 +75,7 @@ def test_first_order_terms_equal_autograd_through_the_model(family, backbone):
     assert found.error == verified["error"] == velocity_error.spectral(plain, context.reference())
     assert found.error == pytest.approx(e, rel=1e-5)
     assert np.abs(found.first - m).max() < 1e-5 * np.abs(m).max()
-    assert np.array_equal(found.own, np.asarray(verified["sparsity"]))
+    assert np.array_equal(found.realised, np.asarray(verified["sparsity"]))
     for layer, row in enumerate(choice):  # where a head is, nothing changes
         assert all(found.first[layer, h, c] == 0 == found.second[layer, h, c] for h, c in enumerate(row))
 
@@ -97,7 +83,7 @@ def test_first_order_terms_equal_autograd_through_the_model(family, backbone):
 def test_first_order_terms_predict_small_moves():
     """With δ scaled down the true change of the joint error approaches m."""
     model = wan_transformer(layers=2)
-    context, spec, choice = wan_context(model), Spec(BACKBONES["xattention"], TAUS), [[1, 1], [1, 1]]
+    context, spec, choice = wan_context(model), Spec.of(BACKBONES["xattention"], TAUS), [[1, 1], [1, 1]]
     with Replay(model) as replay:
         found = gradient.differentiate(replay, context, spec, choice, velocity_error.Spectral(), seed=0)
         step, outputs = 1e-2, []
@@ -118,7 +104,7 @@ def test_first_order_terms_predict_small_moves():
 
 def test_isolated_estimates_rank_heads_as_exact_probes_do():
     model = wan_transformer(layers=3, heads=4)
-    context, spec = wan_context(model), Spec(BACKBONES["xattention"], TAUS)
+    context, spec = wan_context(model), Spec.of(BACKBONES["xattention"], TAUS)
     dense = [[DENSE] * 4] * 3
     with Replay(model) as replay:
         passes = [
@@ -134,13 +120,13 @@ def test_isolated_estimates_rank_heads_as_exact_probes_do():
             assert np.array_equal(passes[0].sparsity[layer], np.asarray(sparsity))
     estimate = np.mean([p.second for p in passes], axis=0)
     assert spearmanr(estimate.ravel(), exact.ravel()).statistic > 0.9
-    assert not passes[0].first.any() and not passes[0].own.any()
+    assert not passes[0].first.any() and not passes[0].realised.any()
     assert not np.array_equal(passes[0].second, passes[1].second)
 
 
 def test_candidates_with_equal_masks_get_equal_terms():
     model = wan_transformer(layers=1)
-    spec = Spec(BACKBONES["xattention"], (0.5, 0.5000001, 0.7, 0.9999999, 1.0))
+    spec = Spec.of(BACKBONES["xattention"], (0.5, 0.5000001, 0.7, 0.9999999, 1.0))
     with Replay(model) as replay:
         found = gradient.differentiate(replay, wan_context(model), spec, [[2, 0]], velocity_error.Spectral(), 0)
     for table in (found.first, found.second):
@@ -162,7 +148,7 @@ def _peak_of_saved(layers: int) -> int:
             held[0] -= self.size
 
     model = wan_transformer(layers=layers)
-    context, spec = wan_context(model, guidance=None), Spec(BACKBONES["xattention"], TAUS)
+    context, spec = wan_context(model, guidance=None), Spec.of(BACKBONES["xattention"], TAUS)
     with Replay(model) as replay, torch.autograd.graph.saved_tensors_hooks(Box, lambda box: box.tensor):
         gradient.differentiate(replay, context, spec, [[1, 1]] * layers, velocity_error.Spectral(), 0)
     return peak[0]
@@ -185,7 +171,7 @@ def test_an_error_that_is_no_quadratic_form_is_refused():
         gradient.differentiate(
             replay,
             wan_context(model),
-            Spec(BACKBONES["xattention"], TAUS),
+            Spec.of(BACKBONES["xattention"], TAUS),
             [[1, 1]],
             velocity_error.AttentionOutput(),
             0,
@@ -194,6 +180,6 @@ def test_an_error_that_is_no_quadratic_form_is_refused():
 
 def test_a_pass_goes_through_json():
     table = np.arange(6.0).reshape(1, 2, 3)
-    made = gradient.Pass(0.5, [0.1, 0.2, 0.1, 0.1], table / 10, table[..., 0], table, table * 2)
+    made = gradient.Pass(0.5, [0.1, 0.2, 0.1, 0.1], table / 10, table / 9, table[..., 0], table, table * 2)
     again = gradient.Pass.from_dict(made.to_dict())
     assert again.to_dict() == made.to_dict() and again.second.dtype == np.float64

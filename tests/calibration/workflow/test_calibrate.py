@@ -17,8 +17,11 @@ from models_for_tests import CALL, wan_pipe
 
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.calibration import file
+from heart_attention.calibration.points import points_of
 from heart_attention.calibration.solve import search
+from heart_attention.calibration.solve.case import Case, Tables
 from heart_attention.calibration.workflow import calibrate, plan, store
+from heart_attention.calibration.workflow.phases import Phases
 from heart_attention.calibration.workflow.settings import METHODS
 from heart_attention.errors import HeartError
 
@@ -220,11 +223,16 @@ def test_svg2_and_the_conditional_velocity(pipe, tmp_path):
     assert (np.diff(made.S, axis=-1) <= 0).all() and (made.E[..., 0] > 0).all()
 
 
+def solved(budget, made):
+    one = Case(settings("isolated", budget=budget), 2, 2, Phases(((2, 7),), (), (1.0,)))
+    return one.solve(made.E[None], Tables(made.S[None], made.cost[None]))
+
+
 def test_other_budgets(pipe, finished):
     _, made, _ = finished["isolated"]
-    looser = search.solve(settings("isolated", budget="sparsity=0.1"), made.E, made.S)
+    looser = solved("sparsity=0.1", made)
     assert looser.sparsity >= 0.1 and looser.objective <= made.solver["objective"]
-    by_mean = search.solve(settings("isolated", budget="threshold=0.8"), made.E, made.S)
+    by_mean = solved("threshold=0.8", made)
     assert by_mean.thresholds.mean() <= 0.8 + 1e-9
 
 
@@ -248,3 +256,54 @@ def test_the_verb_writes_the_file_and_takes_presets(pipe, tmp_path):
         calibrate.calibrate(pipe, out="x.json")
     with pytest.raises(HeartError, match="no such setting"):
         calibrate.calibrate(pipe, call=CALL, colour="red")
+
+
+POINTS = (
+    *points_of(XAttention(stride=4, block=8), (0.5, 0.9)),
+    *points_of(SVG2(6, 10, init_iters=5, min_ratio=0.0), (0.3, 0.7), rest="mean"),
+    *points_of(XAttention(stride=4, block=8), (0.5,), order="tiles"),
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_points_of_several_kinds_in_phases(pipe, tmp_path, method):
+    given = {"points": POINTS, "phases": 2, "contexts": 4, "strata": "sparse", "budget": "sparsity=0.4"}
+    made = calibrate.run(pipe, settings(method, **given, candidates=None), tmp_path)
+    assert made.phase_count == 2 and made.choice.shape == (2, 2, 2) and made.E.shape == made.cost.shape == (2, 2, 2, 5)
+    assert made.backbone_names == "xattention+svg2" and not made.simple
+    assert len(made.phases["sigmas"]) == 1 and np.mean(made.phases["weights"]) == pytest.approx(1)
+    assert (made.cost >= 1 - made.S - 1e-12).all() and (made.cost[..., 2] > 1 - made.S[..., 2]).any()
+    again = file.Calibration.load(made.save(tmp_path / "a.heart.json"), pipe.transformer)
+    assert again == made
+    assert calibrate.run(pipe, settings(method, **given, candidates=None), tmp_path) == made
+
+
+@pytest.mark.parametrize("method", ["isolated", "joint"])
+def test_a_budget_of_time_is_kept(pipe, tmp_path, method):
+    table = _table_of_ones(tmp_path)
+    given = {"points": POINTS, "candidates": None, "cost_table": table, "dense_steps": 1}
+    made = calibrate.run(pipe, settings(method, budget="time=0.7", **given), tmp_path / "w")
+    spent = -made.solver["budget"]["max_time"] if "max_time" in made.solver["budget"] else None
+    assert spent is not None and made.extra["time"]["digest"] and made.solver["proven"]
+    looser = calibrate.run(pipe, settings(method, budget="time=0.9", **given), tmp_path / "w2")
+    assert looser.density_cost >= made.density_cost
+
+
+def _table_of_ones(folder):
+    """Attention by its pairs alone: prediction, drift and planning cost nothing."""
+    from heart_attention.online.cost_model import PARTS, Costs, CostTable, Line
+
+    parts = {name: Line(0.0, 1.0 if name in ("dense", "kernel") else 0.0) for name in PARTS}
+    costs = {16: Costs(**parts)}
+    table = CostTable("cpu-c", "made up", 0.0, {"block": costs, "cluster": costs})
+    (folder / "costs.json").write_text(json.dumps(table.to_dict()))
+    return str(folder / "costs.json")
+
+
+def test_the_rest_is_calibrated(pipe, tmp_path):
+    backbone = SVG2(6, 10, init_iters=5, min_ratio=0.0)
+    made = calibrate.run(pipe, settings("isolated", backbone, rest="mean"), tmp_path)
+    assert made.rest == "mean" and made.simple and (made.cost > 1 - made.S).any()
+    dropped = calibrate.run(pipe, settings("isolated", backbone), tmp_path / "drop")
+    assert dropped.rest == "drop" and np.allclose(dropped.S, made.S)
+    assert made.E[..., 0].sum() < dropped.E[..., 0].sum()

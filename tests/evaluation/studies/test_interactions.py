@@ -19,7 +19,7 @@ from heart_attention.evaluation.studies import interactions
 
 def test_joint_and_additive_errors_are_those_of_forwards_and_probes():
     pipe = wan_pipe(layers=2)
-    context, spec = wan_context(pipe.transformer), Spec(XAttention(stride=4, block=8), (0.6,))
+    context, spec = wan_context(pipe.transformer), Spec.of(XAttention(stride=4, block=8), (0.6,))
     with Replay(pipe.transformer) as replay:
         found = interactions._context(replay, context, spec, orders=2, seed=0)
         single = [

@@ -17,6 +17,7 @@ from ...errors import HeartError
 
 GENERATOR = "sha256-v1"
 STRATA = ("paper", "sparse")
+COUNT = 4  # strata, as in the paper
 
 
 def number(seed: int, purpose: str, *key: int) -> int:
@@ -60,7 +61,7 @@ def _quarters(first: int, last: int, count: int) -> list[tuple[int, int]]:
     return [(a, b - 1) for a, b in itertools.pairwise(edges)]
 
 
-def strata(steps: int, kind: str = "sparse", dense_steps: int = 5, count: int = 4) -> list[tuple[int, int]]:
+def strata(steps: int, kind: str = "sparse", dense_steps: int = 5, count: int = COUNT) -> list[tuple[int, int]]:
     """The inclusive step intervals that draws are taken from, one draw each.
 
     `paper`: all steps, [0,11] [12,24] [25,36] [37,49] for 50 and the same proportions for others. `sparse`:

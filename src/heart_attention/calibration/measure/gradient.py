@@ -1,8 +1,8 @@
 """Calibration by gradients: what every move of every head does to the velocity error, from one backward pass.
 
 Notation: head outputs o, velocity y, error `e = ⟨ε, Wε⟩/‖y‖²` (the spectral error as a quadratic form), δ_k the
-change of a head's output when its threshold moves to candidate k, g the gradient of a functional of the
-velocity with respect to a head's output. At an assignment of thresholds (or at the dense model):
+change of a head's output when its operating point moves to candidate k, g the gradient of a functional of the
+velocity with respect to a head's output. At an assignment of points (or at the dense model):
 
 - cotangent `2Wε/‖y‖²` gives `m_k = ⟨g, δ_k⟩`: the first-order change of the *joint* error, with all cross-head
   and cross-layer terms in it;
@@ -12,7 +12,7 @@ velocity with respect to a head's output. At an assignment of thresholds (or at 
   needs dozens.
 
 The model is differentiated block by block from stored block inputs: each block is run again with gradients, its
-graph is cut at the attention outputs, and attention itself is differentiated by hand over the kept blocks only.
+graph is cut at the attention outputs, and attention itself is differentiated by hand over what masks keep and approximate.
 So memory is that of one block's graph plus one stream a block. Masks are constants.
 """
 
@@ -31,7 +31,7 @@ from ...errors import HeartError
 from ...kernels.ops.backward import attention_backward, serves
 from . import draws
 from . import velocity_error as errors
-from .candidates import DENSE, Spec, Trials
+from .candidates import DENSE, ItemMasks, Spec, Trials
 from .replay import Replay, Stream, frozen
 from .trajectory import Context
 
@@ -39,6 +39,9 @@ NOISES = 2  # random cotangents a pass
 ESTIMATOR = f"tokens-{NOISES}"  # names how `second` is estimated: records of another way are not mixed with these
 
 Choice = Sequence[Sequence[int]]  # [L][H]: index of a candidate, or DENSE
+
+
+_ARRAYS = ("sparsity", "cost", "realised", "first", "second")
 
 
 # ---------------------------------------- one context
@@ -51,112 +54,107 @@ class Pass:
     error: float
     bands: list[float]
     sparsity: np.ndarray  # of every candidate, on the q and k of this assignment
-    own: np.ndarray  # [L, H]: of the assignment itself
+    cost: np.ndarray  # computed keys of every candidate, as a share of all
+    realised: np.ndarray  # [L, H]: sparsity of the assignment itself
     first: np.ndarray  # m: first-order change of the joint error (zeros for the dense assignment)
     second: np.ndarray  # D: the token-diagonal self term
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        arrays = {n: getattr(self, n).tolist() for n in ("sparsity", "own", "first", "second")}
+        """The pass as plain JSON."""
+        arrays = {n: getattr(self, n).tolist() for n in _ARRAYS}
         return {"error": self.error, "bands": self.bands, **arrays}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Pass:
         """The inverse of `to_dict`."""
-        arrays = {n: np.asarray(data[n], dtype=np.float64) for n in ("sparsity", "own", "first", "second")}
+        arrays = {n: np.asarray(data[n], dtype=np.float64) for n in _ARRAYS}
         return cls(data["error"], list(data["bands"]), **arrays)
 
 
 @dataclass
 class _Branch:
-    """One guidance branch on its way forward and back."""
+    """One guidance branch in its forward and backward pass."""
 
     name: str
     inputs: dict[str, Any]
     output: Tensor
     streams: list[Stream]
-    masks: dict[tuple[int, int], Any]  # (layer, item) -> masks of the candidates
+    masks: dict[tuple[int, int], list[ItemMasks]]  # (layer, item) -> masks of the candidates
+    tables: dict[tuple[int, int], Tensor]  # (layer, item) -> sparsity and cost of the candidates, [2, K, H]
     outs: dict[tuple[int, int], Tensor]  # (layer, item) -> attention's outputs, in host memory
     noise: dict[int, Tensor] = field(default_factory=dict)  # layer -> ⟨g, δ⟩ of random cotangents, [R, K, H, N]
     change: dict[int, Tensor] = field(default_factory=dict)  # layer -> ⟨g, δ⟩ of the joint error, [K, H]
 
 
-def forward(replay: Replay, context: Context, spec: Spec, choice: Choice, keep: bool = True) -> list[_Branch]:
-    """All branches at an assignment, with block inputs and masks kept for the way back (or neither)."""
-    made = []
+def forward(replay: Replay, context: Context, spec: Spec, choice: Choice) -> list[_Branch]:
+    """All branches at an assignment, with block inputs, masks and attention's outputs kept for the backward pass."""
+    branches = []
     for branch in context.branches:
-        masks: dict[tuple[int, int], Any] = {}
-        outs: dict[tuple[int, int], Tensor] = {}
+        state = _Branch(branch.name, branch.inputs, branch.output, [], {}, {}, {})
 
-        def serve(
-            call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, masks=masks, outs=outs, name=branch.name
-        ) -> Tensor:
-            trials, at, picked = Trials(spec, call, name, q, k, v), (call.layer, call.item), choice[call.layer]
-            masks[at] = trials.masks
-            out = trials.mixed(picked, dense(q, k, v) if DENSE in picked else None)
-            if keep:
-                outs[at] = out.cpu()
+        def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, state: _Branch = state) -> Tensor:
+            trials, place, row = Trials(spec, call, state.name, q, k, v), (call.layer, call.item), choice[call.layer]
+            state.masks[place] = trials.masks
+            state.tables[place] = torch.stack([trials.sparsity(), trials.cost()])
+            out = trials.mixed(row, dense(q, k, v) if DENSE in row else None)
+            state.outs[place] = out.cpu()
             return out
 
         with torch.no_grad(), replay.handler.serving(serve):
-            if keep:
-                output, streams = replay.forward_recorded(branch.inputs)
-            else:
-                output, streams = replay.forward(branch.inputs), []
-        made.append(_Branch(branch.name, branch.inputs, output, streams, masks, outs))
-    return made
+            state.output, state.streams = replay.forward_recorded(branch.inputs)
+        branches.append(state)
+    return branches
 
 
 def verify(
     replay: Replay, context: Context, spec: Spec, choice: Choice, measure: errors.ErrorMeasure
 ) -> dict[str, Any]:
-    """The true joint error and realised sparsity of an assignment in one context: plain forwards."""
-    own: list[Tensor] = []
-    found = []
-    only = [_OwnThresholds(spec, row) for row in choice]
+    """The true joint error, realised sparsity and cost of an assignment in one context: plain forwards."""
+    seen: list[Tensor] = []  # of every call [2, H]: sparsity and cost of each head at its own point
+    outputs = []
+    rows = [_ChosenPoints(spec, row) for row in choice]
     for branch in context.branches:
 
         def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, name: str = branch.name) -> Tensor:
-            picked = choice[call.layer]
-            trials = Trials(only[call.layer].spec, call, name, q, k, v)
-            local = only[call.layer].local
-            own.append(_own_sparsity(trials, local))
-            return trials.mixed(local, dense(q, k, v) if DENSE in picked else None)
+            row = rows[call.layer]
+            trials = Trials(row.spec, call, name, q, k, v)
+            seen.append(_at_choice(trials, row.choice))
+            return trials.mixed(row.choice, dense(q, k, v) if DENSE in row.choice else None)
 
         with torch.no_grad(), replay.handler.serving(serve):
-            found.append(replay.forward(branch.inputs))
-    velocity, reference = context.combine(found), context.reference()
-    layers = len(choice)
-    sparsity = torch.stack(own).unflatten(0, (len(context.branches), -1)).mean(0)
-    if sparsity.shape[0] != layers:  # several calls a layer: models that attend item by item
-        sparsity = sparsity.unflatten(0, (layers, -1)).mean(1)
+            outputs.append(replay.forward(branch.inputs))
+    velocity, reference = context.combine(outputs), context.reference()
+    # Several calls a layer come from models that attend item by item.
+    by_layer = torch.stack(seen).unflatten(0, (len(context.branches), len(choice), -1)).mean((0, 2))  # [L, 2, H]
     return {
         "error": measure.measure(velocity, reference),
         "bands": errors.bands(velocity, reference).tolist(),
-        "sparsity": sparsity.tolist(),
+        "sparsity": by_layer[:, 0].tolist(),
+        "cost": by_layer[:, 1].tolist(),
     }
 
 
-class _OwnThresholds:
-    """A spec with only the candidates that a layer's heads have chosen, and the choice in those terms."""
+class _ChosenPoints:
+    """A spec with only the points that a layer's heads have chosen, and the choice in those terms."""
 
     def __init__(self, spec: Spec, row: Sequence[int]):
         used = sorted({c for c in row if c != DENSE}) or [0]
-        self.spec = replace(spec, candidates=tuple(spec.candidates[c] for c in used))
-        self.local = [used.index(c) if c != DENSE else DENSE for c in row]
+        self.spec = replace(spec, points=tuple(spec.points[c] for c in used))
+        self.choice = [used.index(c) if c != DENSE else DENSE for c in row]
 
 
-def _own_sparsity(trials: Trials, choice: Sequence[int]) -> Tensor:
-    """Sparsity of each head with its own candidate, [H]."""
-    table = trials.sparsity()
-    return torch.stack([table[c, h] if c != DENSE else table.new_zeros(()) for h, c in enumerate(choice)])
+def _at_choice(trials: Trials, choice: Sequence[int]) -> Tensor:
+    """Sparsity and cost of each head at its own point, [2, H]; dense heads leave nothing out."""
+    tables = torch.stack([trials.sparsity(), trials.cost()])  # [2, K, H]
+    dense = tables.new_tensor([0.0, 1.0])
+    return torch.stack([dense if c == DENSE else tables[:, c, h] for h, c in enumerate(choice)], -1)
 
 
 def differentiate(
     replay: Replay, context: Context, spec: Spec, choice: Choice, measure: errors.QuadraticError, seed: int,
     draw: int = 0,
 ) -> Pass:  # fmt: skip
-    """One forward at `choice`, one way back with all cotangents (only the random ones at the dense assignment)."""
+    """One forward at `choice`, one backward with all cotangents (only the random ones at the dense assignment)."""
     if not isinstance(measure, errors.QuadraticError):
         raise HeartError(
             f"the error {measure.name!r} is not a quadratic form of the velocity, so gradients cannot calibrate with "
@@ -175,7 +173,7 @@ def differentiate(
     with frozen(replay.transformer):
         for i, branch in enumerate(branches):
             _backward(replay, spec, choice, branch, [s[i] for s in spread])
-    return _collect(context, branches, choice, measure, velocity, reference, spec)
+    return _collect(branches, choice, measure, velocity, reference)
 
 
 def _noise(context: Context, like: Tensor, seed: int, draw: int) -> Tensor:
@@ -198,9 +196,9 @@ def _block_backward(
     cuts: list[tuple[Trials, Tensor, Tensor]] = []  # calls in order, with the output and the leaf in its place
 
     def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any) -> Tensor:
-        picked = choice[call.layer]
+        row = choice[call.layer]
         trials = Trials(spec, call, branch.name, q, k, v, branch.masks[call.layer, call.item])
-        if all(c == DENSE for c in picked) and not all(serves(full, q) for _, full in trials.masks):
+        if all(c == DENSE for c in row) and not all(serves(item.full[0], q) for item in trials.masks):
             out = dense(q, k, v)  # the model's own attention has its own backward
         else:
             out = branch.outs.pop((call.layer, call.item)).to(q.device)
@@ -225,8 +223,9 @@ def _block_backward(
                 triples = _call_backward(trials, out, grads, choice[trials.layer])
                 backs = [_grad((trials.q, trials.k, trials.v), earlier, t) for t in triples]
             for i, back in enumerate(backs):
-                for at, b in enumerate(back):
-                    target, place = (totals[i], at) if at < len(leaves) else (at_cuts[i], at - len(leaves))
+                for n_input, b in enumerate(back):
+                    is_leaf = n_input < len(leaves)
+                    target, place = (totals[i], n_input) if is_leaf else (at_cuts[i], n_input - len(leaves))
                     target[place] = target[place] + b
     return [tuple(t) for t in totals]
 
@@ -244,23 +243,27 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangent: Sequen
 def _call_backward(
     trials: Trials, out: Tensor, grads: list[Tensor], choice: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    items = []
+    """(dq, dk, dv) [B, H, N, D] for each cotangent, part by part of the call."""
+    inputs = (trials.q.detach(), trials.k.detach(), trials.v.detach())
+    sums = [tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs) for _ in grads]
     for b in range(trials.q.shape[0]):
-        at = slice(b, b + 1)
-        q, k, v = (x.detach()[at] for x in (trials.q, trials.k, trials.v))
-        items.append(attention_backward(trials.mixed_mask(b, choice), q, k, v, out[at], [g[at] for g in grads]))
-    return [tuple(torch.cat([item[i][x] for item in items]) for x in range(3)) for i in range(len(grads))]  # type: ignore
+        for part in trials.parts(b, choice):
+            q, k, v, made, *cotangents = (x[b : b + 1, part.heads] for x in (*inputs, out, *grads))
+            for total, triple in zip(sums, attention_backward(part.mask, q, k, v, made, cotangents, rest=part.rest)):
+                for target, x in zip(total, triple):
+                    target[b : b + 1, part.heads] = x
+    return sums  # type: ignore[return-value]
 
 
 def _contract(branch: _Branch, trials: Trials, out: Tensor, grads: list[Tensor], choice: Sequence[int]) -> None:
     """Add ⟨g, δ_k⟩ of every candidate and head of one call: token by token for random cotangents, else the sum."""
-    n, heads, count = out.shape[2], out.shape[1], len(trials.spec.candidates)
+    n, heads, count = out.shape[2], out.shape[1], len(trials.spec.points)
     noise = torch.zeros(NOISES, count, heads, n)
     change = torch.zeros(count, heads, dtype=torch.float64)
     first = trials.representative()
     with torch.no_grad():
-        for k, each in enumerate(trials.climb()):
-            delta = each.float() - out.float()  # [B, H, N, D]
+        for k, candidate in trials.climb():
+            delta = candidate.float() - out.float()  # [B, H, N, D]
             products = [(g.float() * delta).sum(-1).sum(0) for g in grads]  # each [H, N]
             noise[:, k] = torch.stack(products[:NOISES]).cpu()
             if len(grads) > NOISES:
@@ -273,17 +276,22 @@ def _contract(branch: _Branch, trials: Trials, out: Tensor, grads: list[Tensor],
 
 
 def _collect(
-    context: Context, branches: list[_Branch], choice: Choice, measure: Any, velocity: Tensor, reference: Tensor,
-    spec: Spec,
-) -> Pass:  # fmt: skip
+    branches: list[_Branch], choice: Choice, measure: errors.ErrorMeasure, velocity: Tensor, reference: Tensor
+) -> Pass:
     layers = range(len(choice))
     second = np.stack([_mean_square([b.noise.pop(layer) for b in branches]) for layer in layers])
-    first = np.stack([sum(b.change[layer] for b in branches).T.numpy() for layer in layers])  # type: ignore[union-attr]
-    sparsity = np.mean([_sparsity_table(b.masks, len(choice)) for b in branches], axis=0)  # [L, H, K]
-    picked = np.asarray(choice)
-    own = np.where(picked == DENSE, 0.0, np.take_along_axis(sparsity, np.maximum(picked, 0)[..., None], -1)[..., 0])
+    first = np.stack([torch.stack([b.change[layer] for b in branches]).sum(0).T.numpy() for layer in layers])
+    sparsity, cost = np.mean([_tables(b.tables, len(choice)) for b in branches], axis=0)  # [L, H, K]
+    index = np.asarray(choice)
+    chosen = np.take_along_axis(sparsity, np.maximum(index, 0)[..., None], -1)[..., 0]
     return Pass(
-        measure.measure(velocity, reference), errors.bands(velocity, reference).tolist(), sparsity, own, first, second
+        error=measure.measure(velocity, reference),
+        bands=errors.bands(velocity, reference).tolist(),
+        sparsity=sparsity,
+        cost=cost,
+        realised=np.where(index == DENSE, 0.0, chosen),
+        first=first,
+        second=second,
     )
 
 
@@ -293,10 +301,9 @@ def _mean_square(noise: list[Tensor]) -> np.ndarray:
     return total.double().square().sum(-1).mean(0).T.numpy()
 
 
-def _sparsity_table(masks: dict[tuple[int, int], Any], layers: int) -> np.ndarray:
-    """float64 [L, H, K] from the masks of one branch's calls."""
-    table: list[list[Tensor]] = [[] for _ in range(layers)]
-    for (layer, _), items in masks.items():
-        for each, _full in items:
-            table[layer].append(torch.stack([1 - m.density()[0].cpu() for m in each], -1))
-    return torch.stack([torch.stack(rows).mean(0) for rows in table]).numpy()
+def _tables(tables: dict[tuple[int, int], Tensor], layers: int) -> np.ndarray:
+    """Sparsity and cost, float64 [2, L, H, K], of one branch's calls; calls of one layer are averaged."""
+    by_layer: list[list[Tensor]] = [[] for _ in range(layers)]
+    for (layer, _), table in tables.items():
+        by_layer[layer].append(table.mT)  # [2, H, K]
+    return torch.stack([torch.stack(calls).mean(0) for calls in by_layer], 1).numpy()

@@ -248,7 +248,7 @@ def record(
     wanted = {int(s) for s in steps}
     generator = torch.Generator("cpu").manual_seed(draws.torch_seed(seed, "noise", prompt))
     watch = _Watch(replay.transformer, set(wanted), keep, prompt)
-    with _watching(pipe, replay, watch), replay.handler.serving(None), _quiet(pipe):
+    with _watching(pipe, replay, watch), replay.handler.serving(None), quiet(pipe):
         pipe(prompt=text, generator=generator, output_type="latent", **call)
     if watch.step <= max(wanted):
         raise HeartError(
@@ -258,7 +258,8 @@ def record(
 
 
 @contextlib.contextmanager
-def _quiet(pipe: Any) -> Iterator[None]:
+def quiet(pipe: Any) -> Iterator[None]:
+    """Switch the pipeline's progress bar off inside the context."""
     before = dict(getattr(pipe, "_progress_bar_config", {}) or {})
     if hasattr(pipe, "set_progress_bar_config"):
         pipe.set_progress_bar_config(**{**before, "disable": True})

@@ -1,87 +1,68 @@
-"""Assignments within the budget: solved from tables, verified by forwards, and the line search on γ."""
+"""Assignments within the budget: verified by forwards, and the line search on γ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..workflow.runner import Choice, Runner
-from ..workflow.settings import Settings
-from . import solver
+from ..workflow.runner import Runner, figures_of
+from .case import Case, Choice, Contexts, Outcome, Tables, as_choice
 
-SLACK = 1e-4  # realised sparsity may miss the budget by this much
+SLACK = 1e-4  # realised sparsity or time may miss the budget by this much
 LEAST = 0.01  # a context's error counts as at least this share of the largest one's when contexts are weighed
 
 
-def shared_choice(settings: Settings, layers: int, heads: int) -> Choice:
-    """The assignment of the shared threshold to every head."""
-    return ((settings.taus.index(settings.shared),) * heads,) * layers
+def context_weights(case: Case, runner: Runner, contexts: Contexts) -> np.ndarray:
+    """How much each context counts in the mean of its phase.
 
-
-def as_choice(choice: np.ndarray) -> Choice:
-    return tuple(tuple(int(c) for c in row) for row in choice)
-
-
-@dataclass
-class Outcome:
-    """What a method found: tables [L, H, K], the solver's report, the chosen candidates."""
-
-    error: np.ndarray
-    sparsity: np.ndarray
-    choice: Choice
-    report: dict[str, Any]
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-def context_weights(
-    settings: Settings, runner: Runner, contexts: Sequence[tuple[int, int]], layers: int, heads: int
-) -> np.ndarray:
-    """How much each context counts: 1, or with `relative` as much as makes the shared threshold's error equal in all.
-
-    Errors of early and late steps differ tenfold: in a plain mean a gain where they are large pays for several times
-    the error where they are small, and a few contexts decide everything. The shared threshold's mean stays as it is.
+    Its phase's weight, and with the mean "relative" as much as makes the reference's error equal in all contexts of a
+    phase. Errors of early and late steps differ tenfold: in a plain mean a gain where they are large pays for several
+    times the error where they are small, and a few contexts decide everything. The reference's mean stays as it is.
     """
-    if settings.mean == "plain":
-        return np.ones(len(contexts))
-    got = runner.verify("verifying, start", contexts, shared_choice(settings, layers, heads))
-    errors = np.asarray(got["errors"])
-    if not errors.max() > 0:
-        return np.ones(len(contexts))
-    return errors.mean() / np.maximum(errors, LEAST * errors.max())
+    places = np.array([case.phases.of_step(step) for _, step in contexts])
+    weights = np.array(case.phases.weights)[places]
+    if case.settings.mean == "plain":
+        return weights
+    rows = runner.verified("verifying, start", contexts, case.shared)
+    errors = np.array([row["error"] for row in rows])
+    for phase in range(case.phases.count):
+        here = places == phase
+        if here.any() and errors[here].max() > 0:
+            weights[here] *= errors[here].mean() / np.maximum(errors[here], LEAST * errors[here].max())
+    return weights
 
 
 class Trials:
     """The contexts that assignments are tried on, and how much each counts."""
 
-    def __init__(
-        self, settings: Settings, runner: Runner, contexts: Sequence[tuple[int, int]], layers: int, heads: int
-    ):  # fmt: skip
-        self.runner, self.contexts = runner, list(contexts)
-        self.weights = context_weights(settings, runner, self.contexts, layers, heads)
+    def __init__(self, case: Case, runner: Runner, contexts: Contexts):
+        self.case, self.runner, self.contexts = case, runner, list(contexts)
+        self.weights = context_weights(case, runner, self.contexts)
 
     def verify(self, stage: str, choice: Choice) -> dict[str, Any]:
-        """Joint error, weighed, and realised sparsity of an assignment, by forwards."""
-        got = self.runner.verify(stage, self.contexts, choice)
-        return got | {"error": float(np.mean(self.weights * got["errors"]))}
+        """Joint error, weighed, and what the budget counts, of an assignment, by forwards."""
+        rows = self.runner.verified(stage, self.contexts, choice)
+        figures = figures_of(rows)
+        figures["sparsity"] = self.case.mean(self.contexts, [float(np.mean(row["sparsity"])) for row in rows])
+        error = float(np.mean(self.case.phase_means(self.contexts, self.weights * figures["errors"])))
+        return figures | {"error": error, "gain": self.case.gain(self.contexts, choice, rows)}
 
     def mean(self, tables: Sequence[np.ndarray]) -> np.ndarray:
-        """The weighed mean of a table of errors a context."""
-        return np.mean([w * t for w, t in zip(self.weights, tables, strict=True)], axis=0)
+        """The weighed mean, in each phase, of a table of errors a context: [P, L, H, K]."""
+        weighed = [w * t for w, t in zip(self.weights, tables, strict=True)]
+        return self.case.phase_means(self.contexts, weighed)
+
+    def tables(self, sparsity: Sequence[np.ndarray], cost: Sequence[np.ndarray]) -> Tables:
+        """Sparsity and computed share by phase from one table a context."""
+        return Tables(self.case.phase_means(self.contexts, sparsity), self.case.phase_means(self.contexts, cost))
 
 
-def solve(settings: Settings, E: np.ndarray, S: np.ndarray, min_sparsity: float | None = None) -> solver.Result:
-    """The assignment within the budget; `min_sparsity` overrides the sparsity of the shared threshold."""
-    budget = settings.budget
-    if budget.kind != "threshold" and min_sparsity is not None:
-        return solver.solve(E, S, min_sparsity=min_sparsity, thresholds=settings.taus)
-    return solver.solve_budget(E, S, settings.taus, budget)
-
-
-def figures(got: dict[str, Any]) -> dict[str, Any]:
-    return {k: got[k] for k in ("error", "sparsity")}
+def brief(figures: dict[str, Any]) -> dict[str, Any]:
+    """What the history of a search tells of an assignment."""
+    told = {name: figures[name] for name in ("error", "sparsity")}
+    return told | ({"time": -figures["gain"]} if figures["gain"] < 0 else {})
 
 
 def error_table(m: np.ndarray, D: np.ndarray, gamma: float) -> np.ndarray:
@@ -93,11 +74,9 @@ def error_table(m: np.ndarray, D: np.ndarray, gamma: float) -> np.ndarray:
 class Search:
     """The line search on γ of one round: doubled until accepted, then its neighbours."""
 
-    def __init__(
-        self, settings: Settings, trials: Trials, m: np.ndarray, D: np.ndarray, S: np.ndarray, number: int
-    ):  # fmt: skip
-        self.settings, self.trials, self.number = settings, trials, number
-        self.m, self.D, self.S = m, D, S
+    def __init__(self, case: Case, trials: Trials, m: np.ndarray, D: np.ndarray, tables: Tables, number: int):
+        self.case, self.trials, self.number = case, trials, number
+        self.m, self.D, self.tables = m, D, tables
         self.log: list[dict[str, Any]] = []
         self.seen: dict[Choice, dict[str, Any]] = {}
         self.moved: Choice = ()
@@ -108,7 +87,8 @@ class Search:
         A rejected γ was too small (too bold a step) and is doubled; one that moves no head was too large and is
         halved; from the first success on the direction that helps is followed.
         """
-        gamma, best, factor = self.settings.gamma, None, 0.0
+        first = self.case.settings.gamma
+        gamma, best, factor = first, None, 0.0
         for _ in range(7):
             best = self.attempt(gamma, target, error)
             if best is not None:
@@ -121,7 +101,7 @@ class Search:
             return None
         for factor in (0.5, 2.0):
             step = gamma
-            while 1 / 64 <= step * factor <= 64 * self.settings.gamma:
+            while 1 / 64 <= step * factor <= 64 * first:
                 step *= factor
                 better = self.attempt(step, target, best.report["joint_error"])
                 if better is None:
@@ -134,25 +114,20 @@ class Search:
         E = self.m + gamma * self.D
         need, outcome = target, None
         for _ in range(3):  # the table's sparsity and the realised one differ by a little: ask for that much more
-            solved = solve(self.settings, E, self.S, reachable(self.S, need))
+            solved = self.case.solve(E, self.tables, need)
             self.moved = choice = as_choice(solved.choice)
             new = choice not in self.seen
             if new:
                 self.seen[choice] = self.trials.verify(f"verifying, round {self.number}", choice)
-            got = self.seen[choice]
-            short = target - got["sparsity"] if self.settings.budget.kind != "threshold" else 0.0
-            accepted = short <= SLACK and got["error"] < bar
+            figures = self.seen[choice]
+            short = 0.0 if self.case.kind == "threshold" else target - figures["gain"]
+            accepted = short <= SLACK and figures["error"] < bar
             if new:
-                self.log.append({"round": self.number, "gamma": gamma, "accepted": bool(accepted), **figures(got)})
+                self.log.append({"round": self.number, "gamma": gamma, "accepted": bool(accepted), **brief(figures)})
             if accepted:
-                report = solved.to_dict() | {"gamma": gamma, "round": self.number, "joint_error": got["error"]}
-                outcome = Outcome(error_table(self.m, self.D, gamma), self.S, choice, report)
+                report = solved.to_dict() | {"gamma": gamma, "round": self.number, "joint_error": figures["error"]}
+                outcome = Outcome(error_table(self.m, self.D, gamma), self.tables, choice, report)
             if short <= SLACK:
                 break
             need += short
         return outcome
-
-
-def reachable(S: np.ndarray, need: float) -> float:
-    """`need`, or the most that any assignment reaches if that is less."""
-    return min(need, float(S.max(-1).mean()))

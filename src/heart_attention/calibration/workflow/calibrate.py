@@ -17,16 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from ... import kernels
 from ...backbones import Backbone
 from ...errors import HeartError
 from ...execution.executor import Executor, LocalExecutor
 from ...models import family_of
+from ...online import cost_model
 from .. import experts, file
 from ..measure import draws, trajectory
-from ..solve.search import Outcome, shared_choice
+from ..solve.case import Case, Outcome
 from ..solve.strategies import BY_NAME
+from ..solve.times import TimeModel, table_for
 from .defaults import settings_for
+from .phases import Phases, phases_of
 from .plan import Contexts, draw_contexts, plan
 from .runner import Progress, Runner
 from .settings import Settings
@@ -36,6 +41,7 @@ from .tasks import CalibrationWorker, Task, set_up
 __all__ = ["Settings", "calibrate", "measure", "run"]
 
 SUFFIX = ".heart.json"
+SENSITIVITY_PROMPTS = 2  # prompts on which phases are weighed
 
 
 def calibrate(
@@ -103,28 +109,67 @@ def run(
     ray: str | None = None, loader: Callable[[], Any] | None = None, workers: int | None = None,
 ) -> file.Calibration:  # fmt: skip
     """A calibration from complete settings (see `calibrate` for the rest)."""
-    outcome, verification, document = measure(
-        pipe, settings, work, resume=resume, progress=progress, ray=ray, loader=loader, workers=workers
+    return to_file(
+        *measure(pipe, settings, work, resume=resume, progress=progress, ray=ray, loader=loader, workers=workers)
     )
-    return to_file(settings, outcome, verification, document)
 
 
 def measure(
     pipe: Any, settings: Settings, work: str | os.PathLike, *, resume: bool = True, progress: Progress | None = None,
     ray: str | None = None, loader: Callable[[], Any] | None = None, workers: int | None = None,
-) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """All of a calibration but the file: outcome, verification figures, plan."""
+) -> tuple[Case, Outcome, dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """All of a calibration but the file: case, outcome, verification figures, plan."""
     document = plan(pipe, settings)
     store = Store(work, document, resume)
     layers, heads = document["model"]["layers"], document["model"]["heads"]
+    phases = phases_of(settings, pipe.scheduler, document.get("served"))
     with store.held(), _executor(pipe, settings, ray, loader, workers) as executor:
-        runner = Runner(store, executor, progress)
+        runner = Runner(store, executor, progress, phases)
         contexts = draw_contexts(settings, layers, heads, document.get("served"))
         runner.trajectories(settings, contexts)
-        outcome = BY_NAME[settings.method](settings, contexts, runner, layers, heads)
-        verification = verification_of(settings, contexts, runner, outcome, layers, heads)
-    document["grid"] = grid_of(experts.chosen(pipe, settings.transformer), store, contexts)
-    return outcome, verification, document
+        document["grid"] = grid_of(experts.chosen(pipe, settings.transformer), store, contexts)
+        runner.phases = _weighed(settings, phases, runner, document)
+        case = case_of(pipe, settings, runner.phases, document)
+        outcome = BY_NAME[settings.method](case, contexts, runner)
+        verification = verification_of(case, contexts, runner, outcome)
+    return case, outcome, verification, document
+
+
+def _weighed(settings: Settings, phases: Phases, runner: Runner, document: dict[str, Any]) -> Phases:
+    """Phases weighed by what noise in each does to the final latent."""
+    if phases.count == 1:
+        return phases
+    levels, first, last = document["noise_levels"], phases.intervals[0][0], phases.intervals[-1][1]
+    edges = (levels[first], *phases.sigmas, levels[last])
+    tasks = [
+        Task("sensitivity", p, text=text, edges=edges) for p, text in enumerate(settings.prompts[:SENSITIVITY_PROMPTS])
+    ]
+    effects = [records[0] for records in runner.records("phase weights", tasks)]
+    return phases.weighed(np.mean(effects, axis=0))
+
+
+def case_of(pipe: Any, settings: Settings, phases: Phases, document: dict[str, Any]) -> Case:
+    """What the strategies work on; with a budget of time its table of costs."""
+    model = document["model"]
+    if settings.budget.kind != "time":
+        return Case(settings, model["layers"], model["heads"], phases)
+    device = next(experts.chosen(pipe, settings.transformer).parameters()).device
+    kernel = kernels.choose(None, torch.empty(1, 1, 1, model["head_dim"], device=device), settings.kernel)
+    kind = cost_model.kind_of(device, kernel.name)
+    table = table_for(kind, settings.cost_table)
+    first, last = document.get("served") or (0, settings.steps - 1)
+    times = TimeModel(
+        kind=kind,
+        digest=table.digest,
+        tokens=int(np.prod(document["grid"] or [1])),
+        heads=model["heads"],
+        head_dim=model["head_dim"],
+        refresh=float(settings.refresh),
+        steps=last - first + 1,
+        dense_steps=max(0, settings.dense_steps - first),
+        scale_clusters=settings.scale_clusters,
+    )
+    return Case(settings, model["layers"], model["heads"], phases, times, table)
 
 
 def grid_of(transformer: Any, store: Store, contexts: Contexts) -> list[int] | None:
@@ -147,38 +192,40 @@ def _executor(
     return RayExecutor(ray, functools.partial(set_up, loader, settings.job()), workers)
 
 
-def verification_of(
-    settings: Settings, contexts: Contexts, runner: Runner, outcome: Outcome, layers: int, heads: int
-) -> dict[str, Any]:
-    """Joint error and realised sparsity of the shared threshold and of the choice, where calibrated and held out."""
-    shared = shared_choice(settings, layers, heads)
+def verification_of(case: Case, contexts: Contexts, runner: Runner, outcome: Outcome) -> dict[str, Any]:
+    """Joint error and realised sparsity of the shared point and of the choice, where calibrated and held out."""
     out: dict[str, Any] = {}
     for name, sample in (("calibration", contexts.calibration), ("held_out", contexts.held_out)):
         if sample:
+            stage = f"verifying, {name.replace('_', ' ')}"
             out[name] = {
                 "contexts": [list(c) for c in sample],
-                "shared": runner.verify(f"verifying, {name.replace('_', ' ')}", sample, shared),
-                "chosen": runner.verify(f"verifying, {name.replace('_', ' ')}", sample, outcome.choice),
+                "shared": runner.verify(stage, sample, case.shared),
+                "chosen": runner.verify(stage, sample, outcome.choice),
             }
     return out
 
 
-def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], document: dict[str, Any]) -> Any:
+def to_file(case: Case, outcome: Outcome, verification: dict[str, Any], document: dict[str, Any]) -> file.Calibration:
     """The calibration that a file holds."""
-    taus, extra, call = np.asarray(settings.taus), dict(outcome.extra), settings.call
+    settings, extra, call = case.settings, dict(outcome.extra), case.settings.call
     bands = extra.pop("bands", None)
     measured = {"grid": document["grid"], "generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale")}
     if "served" in document:
         measured |= {"transformer": settings.transformer, "served": document["served"]}
+    if case.times is not None:
+        extra["time"] = case.times.to_dict()
+    order = {} if isinstance(settings.order, str) else {"order": settings.order}  # of every head
     return file.Calibration(
-        thresholds=taus[np.asarray(outcome.choice)],
-        backbone=settings.backbone.to_dict(),
+        points=[point.to_dict() | order for point in settings.candidate_points],
+        choice=_squeezed(case, np.array(outcome.choice)),
+        phases=case.phases.to_dict(),
         method=settings.method,
         model=document["model"],
-        candidates=taus,
-        E=outcome.error,
-        S=outcome.sparsity,
-        bands=bands,
+        E=_squeezed(case, outcome.error),
+        S=_squeezed(case, outcome.tables.sparsity),
+        cost=_squeezed(case, outcome.tables.cost),
+        bands=None if bands is None else _squeezed(case, bands),
         error={"name": settings.error, **settings.error_settings},
         solver=outcome.report,
         verification=verification,
@@ -193,3 +240,8 @@ def to_file(settings: Settings, outcome: Outcome, verification: dict[str, Any], 
         settings=settings.saved() | measured,
         extra=extra,
     )
+
+
+def _squeezed(case: Case, table: np.ndarray) -> np.ndarray:
+    """A table [P, …] as a calibration holds it: one phase has no axis of its own."""
+    return table[0] if case.phases.count == 1 else table

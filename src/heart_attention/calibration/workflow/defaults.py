@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ... import backbones
 from ...backbones import Backbone
 from ...config import HeartConfig
 from ...errors import HeartError
+from ...online.points import Point
 from ...presets import identify, preset
 from .. import experts
 from ..measure import velocity_error
-from .settings import Settings, default_of
+from ..points import points_of, read_points
+from .settings import PAPER_CANDIDATES, Settings, default_of
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 
@@ -32,6 +36,7 @@ def settings_for(
     texts = list(built_in if prompts is None else prompts)
     unseen = [p for p in (built_in_held_out if held_out is None else held_out) if p not in texts]
     values = {**_of_preset(pipe, backbone), **{k: v for k, v in given.items() if v is not None}}
+    values |= _points(pipe, values)
     values |= {"call": default_call(pipe) if call is None else dict(call), "prompts": tuple(texts)}
     values |= {"held_out": tuple(unseen), "order": read_order(values["order"])}
     available = _steps(pipe, values)
@@ -56,6 +61,35 @@ def _of_preset(pipe: Any, backbone: Backbone | str) -> dict[str, Any]:
         "dense_steps": config.dense_steps,
         "order": config.order,
     }
+
+
+def _points(pipe: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Operating points by name or from a file; a list of them as it is."""
+    given = values.get("points")
+    if not isinstance(given, str | os.PathLike):
+        return {}
+    if given == "paper":
+        return {"points": None, "candidates": PAPER_CANDIDATES}
+    if given == "default":
+        return {"points": default_points(pipe), "scale_clusters": True}
+    return {"points": read_points(given), "scale_clusters": False}
+
+
+def default_points(pipe: Any) -> tuple[Point, ...]:
+    """All registered backbones at their own thresholds: blocks in raster and in tiles, clusters with means for the rest.
+
+    Keys of a cluster are alike, so its mean stands for them; keys of a block are not, and what it leaves out is dropped.
+    """
+    points: list[Point] = []
+    for name in backbones.names():
+        backbone = preset(name, pipe).backbone
+        if backbone.block_tokens is None:
+            points += points_of(backbone, backbone.candidates, rest="mean")
+        else:
+            points += [
+                p for order in ("raster", "tiles") for p in points_of(backbone, backbone.candidates, order=order)
+            ]
+    return tuple(points)
 
 
 def _steps(pipe: Any, values: dict[str, Any]) -> int:

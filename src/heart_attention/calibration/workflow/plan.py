@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import experts, file
 from ..measure import draws, gradient
+from .phases import noise_levels
 from .settings import Settings
 
 
@@ -29,7 +30,8 @@ class Contexts:
 def _strata(settings: Settings, kind: str, served: tuple[int, int] | None) -> list[tuple[int, int]]:
     """The step intervals that draws are taken from, within the steps that the transformer serves."""
     first, last = served or (0, settings.steps - 1)
-    intervals = draws.strata(last - first + 1, kind, max(0, settings.dense_steps - first))
+    count = max(draws.COUNT, settings.phases)
+    intervals = draws.strata(last - first + 1, kind, max(0, settings.dense_steps - first), count)
     return [(first + a, first + b) for a, b in intervals]
 
 
@@ -64,6 +66,7 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
         "model": file.fingerprint(transformer),
         "dtype": str(transformer.dtype).removeprefix("torch."),
         "scheduler": type(pipe.scheduler).__name__,
+        "noise_levels": noise_levels(pipe.scheduler, settings.steps) if settings.phases > 1 else None,
         **settings.planned(),
         "generator": draws.GENERATOR,
         "versions": file.versions(),

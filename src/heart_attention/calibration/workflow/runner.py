@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 
 from ...execution.executor import Executor
+from .phases import Phases
 from .plan import Contexts
 from .settings import Settings
 from .store import Store
 from .tasks import Task
 
 Progress = Callable[[str, int, int, float | None], None]
-Choice = tuple[tuple[int, ...], ...]  # the candidate of every head, by layer
+Choice = tuple[tuple[tuple[int, ...], ...], ...]  # the point of every head, [phases][layers][heads]
 
 
 class Runner:
     """Has tasks run by an executor and keeps their records."""
 
-    def __init__(self, store: Store, executor: Executor[Task], progress: Progress | None):
-        self.store, self.executor = store, executor
+    def __init__(self, store: Store, executor: Executor[Task], progress: Progress | None, phases: Phases):
+        self.store, self.executor, self.phases = store, executor, phases
         self.progress = progress or (lambda *_: None)
 
     def _read(self, key: tuple[int, int]) -> bytes:
@@ -55,16 +56,26 @@ class Runner:
             report.one()
         return [[known[n] for n in group] for group in names]
 
+    def verified(self, stage: str, contexts: Iterable[tuple[int, int]], choice: Choice) -> list[dict[str, Any]]:
+        """What forwards show of an assignment [phases][layers][heads] in each context."""
+        of_step = self.phases.of_step
+        tasks = [Task("verify", p, s, choice=choice[of_step(s)]) for p, s in contexts]
+        return [records[0] for records in self.records(stage, tasks)]
+
     def verify(self, stage: str, contexts: Iterable[tuple[int, int]], choice: Choice) -> dict[str, Any]:
-        """True joint error and realised sparsity of an assignment over contexts."""
-        tasks = [Task("verify", p, s, choice=choice) for p, s in contexts]
-        rows = [records[0] for records in self.records(stage, tasks)]
-        return {
-            "error": float(np.mean([r["error"] for r in rows])),
-            "sparsity": float(np.mean([r["sparsity"] for r in rows])),
-            "errors": [r["error"] for r in rows],
-            "bands": np.mean([r["bands"] for r in rows], axis=0).tolist(),
-        }
+        """True joint error and realised sparsity of an assignment, as plain means over contexts."""
+        return figures_of(self.verified(stage, contexts, choice))
+
+
+def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Plain means over contexts of what forwards showed."""
+    return {
+        "error": float(np.mean([r["error"] for r in rows])),
+        "sparsity": float(np.mean([r["sparsity"] for r in rows])),
+        "cost": float(np.mean([r["cost"] for r in rows])),
+        "errors": [r["error"] for r in rows],
+        "bands": np.mean([r["bands"] for r in rows], axis=0).tolist(),
+    }
 
 
 class _Stage:

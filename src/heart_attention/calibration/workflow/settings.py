@@ -6,6 +6,7 @@ becomes its value and whether the file records it; the plan's hash takes every f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,13 @@ from ...errors import HeartError
 from ..solve.budget import Budget
 
 if TYPE_CHECKING:  # heavy imports: the command line reads the options of this module at every start
+    from ...online.points import Point
     from ..measure.candidates import Spec
     from .tasks import Job
 
 METHODS = ("joint", "isolated", "probes")
 PAPER_CANDIDATES = (0.85, 0.9, 0.95)
-CANDIDATES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+CANDIDATES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)  # what backbones try unless they say otherwise
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,13 @@ class Settings:
         call: what the pipeline is called with: height, width, num_frames, num_inference_steps, guidance_scale ...
         method: "joint", "isolated" or "probes".
         candidates: thresholds to choose from; None: the paper's three for probes, the backbone's own for the others.
-        budget: what the assignment keeps to: "shared=τ", "sparsity=S" or "threshold=τ".
+        rest: what becomes of what masks leave out: "drop" or "mean".
+        points: operating points to choose from, in place of backbone, candidates, rest and order.
+        phases: how many intervals of steps have points of their own.
+        budget: what the assignment keeps to: "shared=τ", "sparsity=S", "threshold=τ", or "time=T" (of a whole
+            generation's dense attention, by a table of costs).
+        refresh: share of masks that is expected to be predicted anew, for a budget of time.
+        cost_table: file of `heart tune-costs`, for a budget of time; None: what ships for this kind of device.
         shared: the shared threshold that is the start and the comparison, and with the budget "shared" the budget.
         strata: "paper" or "sparse" step intervals; None: paper for probes, sparse for the others.
         velocity: "guided" (what the sampler uses) or "cond" (the conditional branch alone).
@@ -99,9 +107,31 @@ class Settings:
         default=None,
         metadata=_about(Option("thresholds to choose from (default: by the method)", numbers, metavar="τ,τ,…")),
     )
+    rest: str = field(
+        default="drop", metadata=_about(Option("what becomes of what masks leave out", choices=("drop", "mean")))
+    )
+    points: Any = field(
+        default=None,
+        metadata=_about(
+            Option("operating points to choose from, in place of --backbone's", metavar="default|paper|FILE.json")
+        ),
+    )
+    phases: int = field(
+        default=1, metadata=_about(Option("intervals of steps with points of their own (default 1)", int, least=1))
+    )
     budget: Budget = field(
         default=None,
-        metadata=_about(Option("shared=τ, sparsity=S or threshold=τ (default shared=0.9)", Budget.parse, metavar="B")),
+        metadata=_about(
+            Option("shared=τ, sparsity=S, threshold=τ or time=T (default shared=0.9)", Budget.parse, metavar="B")
+        ),
+    )
+    refresh: float = field(
+        default=0.25,
+        metadata=_about(Option("expected share of masks predicted anew, for time=T (default 0.25)", float), saved=True),
+    )
+    cost_table: str | None = field(
+        default=None,
+        metadata=_about(Option("file of heart tune-costs, for time=T (default: what ships)", metavar="FILE.json")),
     )
     shared: float = field(default=None, metadata=_about(saved=True))
     strata: str | None = field(
@@ -170,16 +200,19 @@ class Settings:
         from ... import token_order
 
         self._check_options()
+        if not (isinstance(self.refresh, int | float) and 0 <= self.refresh <= 1):
+            raise HeartError(f"refresh is {str(self.refresh)[:40]}: it must be a share from 0 to 1")
         if not self.prompts:
             raise HeartError("there are no prompts to calibrate on: give at least one")
         probes = self.method == "probes"
         self._put("budget", Budget.parse("shared=0.9" if self.budget is None else self.budget))
         self._put("shared", self._shared())
+        self._put("order", token_order.read(self.order))
         self._put("candidates", self._candidates())
+        self._put("points", None if self.points is None else self._read_points())
         self._put("strata", self.strata or ("paper" if probes else "sparse"))
         self._put("mean", self.mean or ("plain" if probes else "relative"))
         self._put("realised", not probes if self.realised is None else self.realised)
-        self._put("order", token_order.read(self.order))
         self._put("prompts", tuple(self.prompts))
         self._put("held_out", tuple(self.held_out))
 
@@ -203,11 +236,36 @@ class Settings:
         return float(shared)
 
     def _candidates(self) -> tuple[float, ...]:
-        given = self.candidates or (PAPER_CANDIDATES if self.method == "probes" else CANDIDATES)
+        given = self.candidates or (PAPER_CANDIDATES if self.method == "probes" else self.backbone.candidates)
         taus = tuple(sorted({*(float(t) for t in given), self.shared}))
         if not all(0 < t <= 1 for t in taus):
             raise HeartError(f"candidate thresholds lie in 0 … 1, not {taus}")
         return taus
+
+    def _read_points(self) -> tuple[Point, ...]:
+        from ...online.points import Point
+        from ..points import distinct
+
+        if isinstance(self.points, str) or not all(isinstance(point, Point) for point in self.points):
+            raise HeartError(f"points are {str(self.points)[:60]!r}: give a list of Point(...)")
+        return distinct(self.points)
+
+    @functools.cached_property
+    def candidate_points(self) -> tuple[Point, ...]:
+        """The operating points to choose from."""
+        from ..points import points_of
+
+        if self.points is not None:
+            return self.points
+        order = self.order if isinstance(self.order, str) else "raster"
+        return points_of(self.backbone, self.candidates or (), self.rest, order)
+
+    @property
+    def reference(self) -> int:
+        """The point that every head has at the start and in the comparison: the first with the shared threshold."""
+        if self.shared in self.taus:
+            return self.taus.index(self.shared)
+        return max(range(len(self.taus)), key=lambda k: self.taus[k])
 
     @property
     def steps(self) -> int:
@@ -216,14 +274,14 @@ class Settings:
 
     @property
     def taus(self) -> tuple[float, ...]:
-        """The candidates, ascending, the shared threshold among them."""
-        assert self.candidates is not None
-        return self.candidates
+        """The points' thresholds."""
+        return tuple(point.threshold for point in self.candidate_points)
 
     def planned(self) -> dict[str, Any]:
         """Every field as plain JSON: what the plan's hash is taken of."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return plain | {"backbone": self.backbone.to_dict(), "budget": str(self.budget)}
+        points = [point.to_dict() for point in self.candidate_points]
+        return plain | {"backbone": self.backbone.to_dict(), "budget": str(self.budget), "points": points}
 
     def saved(self) -> dict[str, Any]:
         """The fields that a calibration file records among its settings."""
@@ -233,7 +291,8 @@ class Settings:
         """What heads are run with."""
         from ..measure.candidates import Spec
 
-        return Spec(self.backbone, self.taus, self.order, self.kernel, self.scale_clusters)
+        by_head = None if isinstance(self.order, str) else self.order
+        return Spec(self.candidate_points, by_head, self.kernel, self.scale_clusters)
 
     def job(self) -> Job:
         """What workers must know."""

@@ -15,17 +15,19 @@ from ..measure import gradient, probes, trajectory
 from ..measure import velocity_error as errors
 from ..measure.candidates import Spec
 from ..measure.replay import Replay
+from ..measure.sensitivity import phase_effects
 from .store import digest
 
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work: `kind` is "trajectory", "probe", "gradient" or "verify"."""
+    """One piece of work: `kind` is "trajectory", "sensitivity", "probe", "gradient" or "verify"."""
 
     kind: str
     prompt: int
     step: int = -1
-    text: str = ""  # trajectory: the prompt
+    text: str = ""  # trajectory, sensitivity: the prompt
+    edges: tuple[float, ...] = ()  # sensitivity: noise levels that bound the phases
     steps: tuple[int, ...] = ()  # trajectory: which are kept
     wanted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # probe: heads of each layer
     null: bool = False  # probe: the floor is measured with the first layer of the context
@@ -33,18 +35,18 @@ class Task:
 
     def names(self) -> list[str]:
         """The records that this task makes, in order."""
-        at = f"{self.kind}_p{self.prompt:03d}"
-        if self.kind == "trajectory":
-            return [at]
-        at += f"_s{self.step:03d}"
+        name = f"{self.kind}_p{self.prompt:03d}"
+        if self.data_key is None:
+            return [name]
+        name += f"_s{self.step:03d}"
         if self.kind == "probe":
-            return [f"{at}_l{layer:03d}" for layer, _ in self.wanted]
-        return [f"{at}_{digest(self.choice)[:16]}"]
+            return [f"{name}_l{layer:03d}" for layer, _ in self.wanted]
+        return [f"{name}_{digest(self.choice)[:16]}"]
 
     @property
     def data_key(self) -> tuple[int, int] | None:
-        """The context that the task works on; a trajectory is made from nothing."""
-        return None if self.kind == "trajectory" else (self.prompt, self.step)
+        """The context that the task works on; whole generations are made from nothing."""
+        return None if self.kind in ("trajectory", "sensitivity") else (self.prompt, self.step)
 
     def without(self, done: set[str]) -> Task:
         """What is left of the task when some records are there."""
@@ -83,6 +85,13 @@ class CalibrationWorker(Worker[Task]):
         """Do a task; `data` is its context. Records come as they are finished."""
         if task.kind == "trajectory":
             yield task.names()[0], self._trajectory(task)
+            return
+        if task.kind == "sensitivity":
+            job = self.job
+            yield (
+                task.names()[0],
+                phase_effects(self.pipe, self.replay, task.prompt, task.text, job.call, job.seed, task.edges),
+            )
             return
         assert data is not None
         context = trajectory.from_bytes(data).to(next(self.transformer.parameters()).device)

@@ -42,8 +42,8 @@ def run(
 
     call, prompts = dict(call or tiny.QUICK), list(prompts or tiny.prompts("calibration")[:contexts])
     config = preset("xattention", pipe)
-    spec = Spec(backbone or config.backbone, (threshold,), config.order, scale_clusters=config.scale_clusters)
-    numbers: dict[str, Any] = {"threshold": threshold, "backbone": spec.backbone.to_dict(), "call": call}
+    spec = Spec.of(backbone or config.backbone, (threshold,), config.order, scale_clusters=config.scale_clusters)
+    numbers: dict[str, Any] = {"threshold": threshold, "backbone": spec.points[0].backbone.to_dict(), "call": call}
     settings = (spec, call, prompts, contexts, orders, seed, dense_steps)
     numbers["trained"] = _measure(pipe, *settings)
     if control is not None:

@@ -22,7 +22,7 @@ def measure(pipe, backbone, call: dict, prompts: list[str], steps: list[int], se
     from ...models.inspect import layers_and_heads, transformers_of
 
     names = {"attention": [], "error": [], "sparsity": []}
-    spec, measure_error = Spec(backbone, tuple(taus)), by_name("spectral")
+    spec, measure_error = Spec.of(backbone, tuple(taus)), by_name("spectral")
     transformer = transformers_of(pipe)[0]
     heads = layers_and_heads(transformer)[1]
     with Replay(transformer, scheduler=pipe.scheduler) as replay:
