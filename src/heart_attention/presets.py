@@ -124,7 +124,8 @@ def find_preset(name: str, model: Any = None) -> tuple[HeartConfig, str]:
         "heart tune-delta and heart tune-order find better ones"
     )
     log.warning("%s", note)
-    return HeartConfig(name, 0.9, TMR(relative=UNKNOWN_RELATIVE), scale_clusters=True), note
+    cls, reuse = backbones.find(name), TMR(relative=UNKNOWN_RELATIVE)
+    return HeartConfig(name, cls.default_threshold, reuse, scale_clusters=True, rest=cls.default_rest), note
 
 
 def check_model(config: HeartConfig, transformer: Any) -> None:

@@ -20,6 +20,7 @@ from ..masks import Mask, Text
 Thresholds = float | Sequence[Any] | Tensor
 Key = tuple[int, str, int]  # layer, guidance branch, number of the first batch item
 Shape = tuple[int, ...]  # of q: [B, H, N, D]
+Grid = tuple[int, int, int]  # video tokens as frames, rows, columns
 
 
 class State:
@@ -46,6 +47,7 @@ class Backbone(abc.ABC):
     name: ClassVar[str]
     default_threshold: ClassVar[float] = 0.9
     default_delta: ClassVar[float] = 30.0  # bound on the drift, for models that no preset knows better
+    default_rest: ClassVar[str] = "drop"  # what the original does with what its masks leave out
     candidates: ClassVar[tuple[float, ...]] = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)  # thresholds calibration tries
 
     @abc.abstractmethod
@@ -61,6 +63,7 @@ class Backbone(abc.ABC):
         heads: Sequence[int] | Tensor | None = None,
         key: Key | None = None,
         v: Tensor | None = None,
+        grid: Grid | None = None,
     ) -> Any:
         """The mask for q, k [B, H, N, D] and thresholds τ (float, [H] or [B, H]); τ ≥ 1 keeps everything.
 
@@ -71,6 +74,7 @@ class Backbone(abc.ABC):
             heads: which heads of the model these are, when they are not all.
             key: (layer, branch, first batch item), for private randomness and for `state`.
             v: values [B, H, N, D], for a selection that reads them; a subclass may leave it out of its signature.
+            grid: video tokens as (frames, rows, columns), for masks made from places; may be left out likewise.
         """
 
     def predict_many(
@@ -84,11 +88,17 @@ class Backbone(abc.ABC):
         heads: Sequence[int] | Tensor | None = None,
         key: Key | None = None,
         v: Tensor | None = None,
+        grid: Grid | None = None,
     ) -> tuple[list[Any], Any]:
-        """A mask for each threshold, and the one that keeps everything; from one prediction where that can be."""
+        """A mask for each threshold, and the one that keeps everything; from one prediction where that can be.
+
+        `grid` is given only to a backbone that reads it.
+        """
         given: dict[str, Any] = {"text": text, "order": order, "heads": heads, "key": key}
         if self.reads_values:
             given["v"] = v
+        if self.reads_grid:
+            given["grid"] = grid
         masks = [self.predict(q, k, float(tau), self.new_state(), **given) for tau in thresholds]
         return masks, self.predict(q, k, 1.0, self.new_state(), **given)
 
@@ -96,6 +106,11 @@ class Backbone(abc.ABC):
     def reads_values(self) -> bool:
         """Whether `predict` takes v."""
         return _takes(type(self), "v")
+
+    @property
+    def reads_grid(self) -> bool:
+        """Whether `predict` takes the grid of video tokens."""
+        return _takes(type(self), "grid")
 
     def new_state(self) -> Any:
         """An empty memory for one (layer, branch)."""
@@ -175,12 +190,16 @@ class Adapted(Backbone):
         self.inner = inner
         self.name = getattr(inner, "name", type(inner).__name__)  # type: ignore[misc]
         self.default_threshold = getattr(inner, "default_threshold", 0.9)  # type: ignore[misc]
-        self._takes_v = "v" in inspect.signature(inner.predict).parameters
+        self._takes_v, self._takes_grid = (x in inspect.signature(inner.predict).parameters for x in ("v", "grid"))
 
-    def predict(self, q: Tensor, k: Tensor, thresholds: Thresholds, *args: Any, v: Any = None, **more: Any) -> Any:
+    def predict(
+        self, q: Tensor, k: Tensor, thresholds: Thresholds, *args: Any, v: Any = None, grid: Any = None, **more: Any
+    ) -> Any:
         """As the user's object does."""
         if self._takes_v:
             more["v"] = v
+        if self._takes_grid:
+            more["grid"] = grid
         return self.inner.predict(q, k, thresholds, *args, **more)
 
     def new_state(self) -> Any:
@@ -305,6 +324,7 @@ def read_text(text: Text | Sequence[Text] | None, n: int) -> Text | None:
 __all__ = [
     "Adapted",
     "Backbone",
+    "Grid",
     "Key",
     "Mask",
     "State",

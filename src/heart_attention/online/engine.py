@@ -293,8 +293,9 @@ class Engine(Handler):
         key = (call.layer, call.branch, call.item)
         numbers = list(group.spec.heads)
         fresh = predict_some(
-            group.backbone, q, k, v, group.spec.tau, which, group.memory, text, orders=orders, heads=numbers, key=key
-        )
+            group.backbone, q, k, v, group.spec.tau, which, group.memory, text,
+            orders=orders, heads=numbers, key=key, grid=call.grid,
+        )  # fmt: skip
         batch, heads = q.shape[:2]
         if bool(which.all()):
             mask = fresh.split_batch(batch)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backbones.base import Backbone, Key, Thresholds
+from ..backbones.base import Backbone, Grid, Key, Thresholds
 from ..masks import Mask, Text
 from ..token_order import IN_RASTER, CallOrders
 
@@ -26,12 +26,13 @@ def predict(
     orders: CallOrders = IN_RASTER,
     heads: Sequence[int] | None = None,
     key: Key | None = None,
+    grid: Grid | None = None,
 ) -> Any:
     """The mask of all heads of q, k, v [B, H, N, D], as `Backbone.predict`, with an order for each head."""
     which = torch.ones(q.shape[:2], dtype=torch.bool)
     tau = torch.as_tensor(thresholds, dtype=torch.float64).expand(q.shape[1]).tolist()
     names = list(heads) if heads is not None else list(range(q.shape[1]))
-    mask = predict_some(backbone, q, k, v, tau, which, state, text, orders=orders, heads=names, key=key)
+    mask = predict_some(backbone, q, k, v, tau, which, state, text, orders=orders, heads=names, key=key, grid=grid)
     return mask.split_batch(q.shape[0])
 
 
@@ -48,6 +49,7 @@ def predict_some(
     orders: CallOrders,
     heads: Sequence[int],
     key: Key | None,
+    grid: Grid | None = None,
 ) -> Any:
     """Masks of the heads in `which`, bool [B, H], as [1, n] in row-major order; None if there are none.
 
@@ -61,6 +63,7 @@ def predict_some(
         for start, stop in _stretches(groups):
             part = (slice(b, b + 1), slice(start, stop))
             more: dict[str, Any] = {"v": v[part]} if backbone.reads_values and v is not None else {}
+            more |= _grid(backbone, grid)
             mask = backbone.predict(
                 q[part],
                 k[part],
@@ -87,6 +90,7 @@ def predict_many(
     orders: CallOrders = IN_RASTER,
     heads: Sequence[int] | None = None,
     key: Key | None = None,
+    grid: Grid | None = None,
 ) -> tuple[list[Any], Any]:
     """Masks [1, H] of all heads for each threshold, and the full one; q, k, v [1, H, N, D], no history."""
     names = list(heads) if heads is not None else list(range(q.shape[1]))
@@ -104,6 +108,7 @@ def predict_many(
             heads=[names[h] for h in alike],
             key=key,
             v=parts[2],
+            **_grid(backbone, grid),
         )
         columns.append([orders.mark(mask, alike[0]) for mask in (*masks, full)])
         places += alike
@@ -112,6 +117,11 @@ def predict_many(
     back = torch.tensor(places).argsort()
     joined = [Mask.join(list(column)).heads(back) for column in zip(*columns)]
     return joined[:-1], joined[-1]
+
+
+def _grid(backbone: Backbone, grid: Grid | None) -> dict[str, Any]:
+    """The grid, for a backbone that reads it."""
+    return {"grid": grid} if backbone.reads_grid else {}
 
 
 def _stretches(values: list[int]) -> list[tuple[int, int]]:

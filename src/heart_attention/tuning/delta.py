@@ -71,7 +71,8 @@ class MaskProbe(Handler):
             track.memory = backbone.new_state()
         text = call.text[b] if call.text else None
         tau = list(self.thresholds[call.transformer][call.layer])
-        mask = predict(backbone, q, k, v, tau, track.memory, text, key=(call.layer, call.branch, item))
+        key = (call.layer, call.branch, item)
+        mask = predict(backbone, q, k, v, tau, track.memory, text, key=key, grid=call.grid)
         flags = _flags(mask)  # [H, entries]
         track.entries = flags.shape[-1]
         track.masks.append(pack_bits(flags).cpu())

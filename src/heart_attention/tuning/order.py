@@ -67,16 +67,16 @@ class OrderProbe(Handler):
             if order is None:
                 return
             order = order.to(q.device)
-            found.append([x for taus in (tau, nearer) for x in self._trial(q, k, v, out, taus, text, order)])
+            found.append([x for taus in (tau, nearer) for x in self._trial(q, k, v, out, taus, text, grid, order)])
         key = (call.transformer, call.layer)
         self.notes.setdefault(key, []).append(torch.stack([torch.stack(x) for x in found], 1))
 
     def _trial(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tau: list[float], text: Any, order: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tau: list[float], text: Any, grid: Any, order: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Density of the heads' masks in this order, and the relative squared error of their outputs, [H] each."""
         orders = token_order.CallOrders(order)
-        mask = predict(self.backbone, q, k, v, tau, self.backbone.new_state(), text, orders=orders)
+        mask = predict(self.backbone, q, k, v, tau, self.backbone.new_state(), text, orders=orders, grid=grid)
         kernel = kernels.choose(mask, q, self.kernel)
         made = kernel.run(kernel.plan(mask), q, k, v)
         error, size = (x[:, :, order].float().square().sum((0, 2, 3)) for x in (made - out, out))

@@ -129,7 +129,7 @@ class Trials:
         )
         taus = [self.spec.points[m].threshold for m in family.members]
         key = (call.layer, branch, call.item + b)
-        return predict_many(backbone, q, k, v, taus, text, orders=orders, heads=self.numbers, key=key)
+        return predict_many(backbone, q, k, v, taus, text, orders=orders, heads=self.numbers, key=key, grid=call.grid)
 
     # ---------------------------------------- what masks keep
 
