@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time names are l
         register_policy,
         stats,
     )
-    from .backbones import SVG2, Backbone, XAttention
+    from .backbones import EAR, SVG2, Backbone, XAttention
     from .calibration.file import Calibration
     from .config import HeartConfig, Point, PointTable
     from .kernels.registry import register_kernel
@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time names are l
 
 # Public name -> module that defines it.
 _PUBLIC = {
+    "EAR": "backbones",
     "SVG2": "backbones",
     "TMR": "online.reuse",
     "Always": "online.reuse",
@@ -69,6 +70,7 @@ _PUBLIC = {
 _MODULES = ("backbones", "calibration", "kernels", "masks", "models", "tiny")
 
 __all__ = [
+    "EAR",
     "PRESETS",
     "SVG2",
     "TMR",

@@ -13,6 +13,7 @@ from .base import Backbone
 BUILT_IN = {
     "xattention": (".xattention", "XAttention"),
     "svg2": (".svg2", "SVG2"),
+    "ear": (".ear", "EAR"),
 }
 _REGISTERED: dict[str, type] = {}  # users' own
 

@@ -78,12 +78,12 @@ class SVG2(Backbone):
     default_delta: ClassVar[float] = 8.0  # the paper's, on Wan
 
     def __post_init__(self) -> None:
-        check_positive("SVG2", q_clusters=self.q_clusters, k_clusters=self.k_clusters)
-        check_positive("SVG2", init_iters=self.init_iters, step_iters=self.step_iters)
-        check_share("SVG2", min_ratio=self.min_ratio)
+        check_positive(type(self).__name__, q_clusters=self.q_clusters, k_clusters=self.k_clusters)
+        check_positive(type(self).__name__, init_iters=self.init_iters, step_iters=self.step_iters)
+        check_share(type(self).__name__, min_ratio=self.min_ratio)
         if max(self.q_clusters, self.k_clusters) > torch.iinfo(torch.int16).max - 2:
             raise HeartError(
-                f"SVG2 got {max(self.q_clusters, self.k_clusters)} clusters: labels are 16-bit, "
+                f"{type(self).__name__} got {max(self.q_clusters, self.k_clusters)} clusters: labels are 16-bit, "
                 f"give at most {torch.iinfo(torch.int16).max - 2}"
             )
 
