@@ -161,9 +161,13 @@ def _from_calibration(path: Any, model: Any) -> tuple[HeartConfig, str]:
     from .calibration import experts
 
     calibration = experts.load(path)
-    backbone = backbones.from_dict(calibration.backbone)
+    backbone = backbones.from_dict(calibration.points[0]["backbone"])
     base, note = presets.find_preset(backbone.name, model)
     as_measured = {k: v for k, v in calibration.settings.items() if k in ("order", "scale_clusters", "dense_steps")}
+    if calibration.simple:
+        as_measured["rest"] = calibration.rest
+    else:
+        as_measured["points"] = calibration.point_table()
     return base.replace(backbone=backbone, thresholds=calibration, **as_measured), note
 
 

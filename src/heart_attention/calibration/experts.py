@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from ..errors import HeartError
 from ..models.inspect import NAMES, named_transformers
 from ..online.thresholds import ThresholdSource
 from .file import Calibration
+
+if TYPE_CHECKING:
+    from ..online.points import PointTable
 
 
 def are_two(pipe: Any) -> bool:
@@ -63,7 +66,8 @@ class Experts(ThresholdSource):
             told = ", ".join(str(c.settings.get("transformer", "a pipeline with one")) for c in self.calibrations)
             raise HeartError(f"these calibrations are of {told}: give one of transformer and one of transformer_2")
         first, second = (made_for[name] for name in NAMES)
-        if first.thresholds.shape != second.thresholds.shape or first.backbone != second.backbone:
+        sizes = {(c.layers, c.heads) for c in (first, second)}
+        if len(sizes) > 1 or first.backbone != second.backbone:
             raise HeartError(
                 "the two calibrations differ in layers, heads or backbone: make both with the same settings"
             )
@@ -78,6 +82,29 @@ class Experts(ThresholdSource):
     def backbone(self) -> dict[str, Any]:
         """What both were made for."""
         return self.calibrations[0].backbone
+
+    @property
+    def simple(self) -> bool:
+        """Whether one backbone, token order and rest serve all heads in one phase."""
+        first, second = self.calibrations
+        return first.simple and second.simple and first.rest == second.rest
+
+    @property
+    def rest(self) -> str | None:
+        """What becomes of the rest; None where points differ in it."""
+        first, second = self.calibrations
+        return first.rest if first.rest == second.rest else None
+
+    @property
+    def points(self) -> tuple[dict[str, Any], ...]:
+        """The operating points of both."""
+        return tuple(point for c in self.calibrations for point in c.points)
+
+    def point_table(self) -> PointTable:
+        """The choice of both as a config holds it."""
+        from .points import point_table
+
+        return point_table(self.calibrations)
 
     @property
     def settings(self) -> dict[str, Any]:

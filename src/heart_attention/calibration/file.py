@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from .fingerprint import check_fingerprint, differences, fingerprint, other_valu
 from .measure.velocity_error import check_weights
 from .migration import SCHEMA, migrated
 from .solve.solver import Budget, solve_budget
+
+if TYPE_CHECKING:
+    from ..online.points import PointTable
 
 __all__ = ["Calibration", "fingerprint", "prompts_hash", "versions"]
 
@@ -216,6 +219,12 @@ class Calibration(ThresholdSource):
     def simple(self) -> bool:
         """Whether one backbone, token order and rest serve all heads in one phase: a config's simple form."""
         return self.phase_count == 1 and all(_shared(self.points, name) for name in ("backbone", "rest", "order"))
+
+    def point_table(self) -> PointTable:
+        """The choice as a config holds it, for one transformer."""
+        from .points import point_table
+
+        return point_table([self])
 
     @property
     def rest(self) -> str | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..backbones.base import Backbone
 from ..errors import HeartError
 from ..files import read_json
-from ..online.points import Point
+from ..online.points import Point, PointTable
+
+if TYPE_CHECKING:
+    from .file import Calibration
 
 PAPER = (0.85, 0.9, 0.95)  # the paper's three candidates
 THRESHOLDS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
@@ -49,3 +53,32 @@ def distinct(points: Sequence[Point]) -> tuple[Point, ...]:
     for point in points:
         known.setdefault(str(point.to_dict()), point)
     return tuple(known.values())
+
+
+def point_table(calibrations: Sequence[Calibration]) -> PointTable:
+    """The choice of one calibration a transformer as a config holds it.
+
+    Phases of both are cut at the boundaries of either; an order for every head becomes points of their own.
+    """
+    points: dict[str, Point] = {}
+    places: dict[str, int] = {}
+
+    def place(point: dict[str, Any], layer: int, head: int) -> int:
+        order = point["order"] if isinstance(point["order"], str) else point["order"][layer][head]
+        key = json.dumps({**point, "order": order}, sort_keys=True)
+        if key not in places:
+            places[key], points[key] = len(places), Point.from_dict({**point, "order": order})
+        return places[key]
+
+    bounds = sorted({sigma for c in calibrations for sigma in c.phases.get("sigmas", [])}, reverse=True)
+    choice = []
+    for calibration in calibrations:
+        phases = []
+        for level in [*bounds, 0.0]:  # the level at which a phase ends lies in it
+            phase = sum(level < sigma for sigma in calibration.phases.get("sigmas", []))
+            rows = calibration.choice if calibration.choice.ndim == 2 else calibration.choice[phase]
+            phases.append(
+                [[place(calibration.points[k], l, h) for h, k in enumerate(row)] for l, row in enumerate(rows.tolist())]
+            )
+        choice.append(phases)
+    return PointTable(tuple(points.values()), choice, tuple(bounds))

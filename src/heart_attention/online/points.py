@@ -170,7 +170,7 @@ class ModelPoints:
 
     def set_thresholds(self, value: Any) -> None:
         """Other thresholds from now on, in any form a config takes."""
-        self._tau = thresholds.table(value, *self.sizes)
+        self._tau = [] if self.table is not None else thresholds.table(value, *self.sizes)
         self._groups: dict[tuple, tuple[GroupSpec, ...]] = {}
 
     def _check_table(self) -> None:
