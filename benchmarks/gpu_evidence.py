@@ -4,9 +4,10 @@
 2. Every Triton kernel is compiled ahead of time for each target with the launch figures that the package would use
    there; registers, spills and shared memory are read from the machine code. Spills over 64 bytes a thread or shared
    memory over the target's limit fail (exit code 1).
-3. The instructions of the inner loop of attention are counted in the machine code, beside those of a dense kernel that
+3. cuDNN's block-sparse attention is compiled to machine code through our adapter, where its package is installed.
+4. The instructions of the inner loop of attention are counted in the machine code, beside those of a dense kernel that
    is written and compiled alike. More than the bars for sm_80 and sm_90 fail.
-4. Which kernel serves which mask on which GPU generation, by what each kernel says of itself.
+5. Which kernel serves which mask on which GPU generation, by what each kernel says of itself.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from typing import Any
 
 from gpu_cases import cases, dense_case
 from gpu_compile import CARDS, KIB, TARGETS, Loop, Usage, compile_case
+from gpu_libraries import compile_cudnn
 
 __all__ = ["Loop", "Usage", "cases", "compile_case", "dense_case", "main"]
 TOLERANCE = 2e-6
 # Instructions a warp and 64 keys, blocks of 128, D=128, bf16: what the inner loop may take at most.
+LIBRARIES = ("cudnn", "flashinfer", "flex")  # kernels that others maintain
 LOOP_BARS = {"sm_80": 520, "sm_90": 300}
 
 
@@ -121,20 +124,22 @@ def run_interpreter() -> list[dict[str, Any]]:
 # ----- the page
 
 
-def page(usages: list[Usage], failed: list[str], checks: list[dict[str, Any]]) -> str:
+def page(
+    usages: list[Usage], failed: list[str], checks: list[dict[str, Any]], cudnn: list[dict[str, Any]] | None = None
+) -> str:
     """docs/gpu-evidence.md."""
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ("torch", "triton", "heart-attention")
     )
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     parts = [INTRODUCTION, f"Written by `make gpu-evidence` on {today} with {versions}, Python {platform.python_version()}, ",
-             f"{platform.system()} {platform.machine()}; {_gpu()}.\n\n", "## Interpreter\n\n",
+             f"{platform.system()} {platform.machine()}; {_gpu()}.\n\n", serving_table(), "\n## Interpreter\n\n",
              "| kernel | shape | largest difference | allowed | |\n|---|---|---|---|---|\n"]  # fmt: skip
     parts += [
         f"| {c['kernel']} | {c['shape']} | {c['error']:.1e} | {c['limit']:.0e} | {_word(c['passes'])} |\n"
         for c in checks
     ]
-    parts += [loop_table(usages), "\n## Compiled ahead of time\n"]
+    parts += [loop_table(usages), cudnn_table(cudnn or []), "\n## Compiled ahead of time\n"]
     for target in TARGETS:
         mine = [u for u in usages if u.target == target]
         if mine:
@@ -142,6 +147,35 @@ def page(usages: list[Usage], failed: list[str], checks: list[dict[str, Any]]) -
     if failed:
         parts.append("\n## Not compiled\n\n" + "".join(f"- {line}\n" for line in failed))
     return "".join(parts) + CLOSING
+
+
+def serving_table() -> str:
+    """Which kernel serves which calls on which GPU generation; with and without the rest share a row if served alike."""
+    from heart_attention.kernels import capability
+
+    found: dict[tuple, list[str]] = {}
+    for rows in zip(*(capability.table(gpu) for gpu in capability.GPUS)):
+        cells = [" ".join([f"**{row['kernel']}**", *(n for n in row["others"] if n in LIBRARIES)]) for row in rows]
+        what = (rows[0]["groups"], str(rows[0]["head_size"]), rows[0]["dtype"], *cells)
+        found.setdefault(what, []).append(rows[0]["rest"])
+    lines = [SERVING, f"| groups | head size | type | rest | {' | '.join(capability.GPUS)} |\n", "|---" * 11 + "|\n"]
+    for what, rests in found.items():
+        lines.append(f"| {' | '.join([*what[:3], ' or '.join(rests), *what[3:]])} |\n")
+    return "".join(lines)
+
+
+def cudnn_table(rows: list[dict[str, Any]]) -> str:
+    """Machine code of cuDNN's kernels, or that it was not made here."""
+    if not rows:
+        return CUDNN + "The package was not installed when this page was written.\n"
+    lines = [
+        CUDNN,
+        "| target | block | D | registers a thread | stack bytes | machine code KiB |\n|---|---|---|---|---|---|\n",
+    ]
+    for r in rows:
+        found = r.get("error") or f"{r['registers']} | {r['stack']} | {r['bytes'] / KIB:.0f}"
+        lines.append(f"| {r['target']} | {r['block']} | {r['d']} | {found} |\n")
+    return "".join(lines)
 
 
 def loop_table(usages: list[Usage]) -> str:
@@ -204,11 +238,33 @@ was found out, and what is not known. Two independent things are checked:
   package would choose there; registers, spills and shared memory are read from the binary. More than 64 spilled bytes a
   thread, or more shared memory than a block may have, fails the command.
 
-The flashinfer adapter (`kernels/flashinfer.py`) is tested against a stand-in that checks the arguments its wrappers take
-(version 0.7.2) and computes with the definition; flashinfer itself needs CUDA to run.
+The adapters to flashinfer (0.7.2) and cuDNN's block-sparse attention (nvidia-cudnn-frontend 1.32) are tested against
+stand-ins that check the arguments these packages take and compute with the definition; both need CUDA to run. cuDNN's
+kernels are also compiled to machine code through the adapter's own call. FlexAttention is compiled and run on the CPU in
+the test suite, against the definition, with and without the rest.
 
 **Not proven here**: speed on any GPU, and numbers from real tensor cores. `heart project` gives projected times, marked
 as such. On a machine with a GPU, `pytest tests/kernels` runs the kernels on it, and `heart compare` measures.
+
+"""
+
+SERVING = """## Which kernel serves
+
+Bold is what "auto" takes when the packages are installed, for 75,600 tokens and 40 heads with a mask each and 30 % kept;
+behind it stand further kernels that others maintain and that would serve too. `heart info --gpu sm_90` prints the
+reasons of those that would not. By contract, that is by the rules that each package states and our adapters follow: none
+of them ran on a GPU here. `flex` ran on a CPU, compiled, in the test suite. Clusters go to our Triton kernel on every
+generation: cuDNN's and FlexAttention's kernels take equal blocks, FlashInfer's lists every kept key of every row, over
+128 MB at this size. flash-attn-4 was left out: its block lists work on sm_90 alone, where cuDNN serves, and sm_80
+ignores them without a word.
+
+"""
+
+CUDNN = """
+## cuDNN's kernels, compiled
+
+Block-sparse attention of nvidia-cudnn-frontend, compiled to machine code for GPUs that are not here, through the very
+call that the adapter makes, with tensors without memory (`benchmarks/gpu_libraries.py`); it stops at the launch. bf16.
 
 """
 
@@ -249,14 +305,20 @@ def main(argv: list[str] | None = None) -> int:
     for c in checks:
         tell(f"interpreter {c['kernel']} {c['shape']}: {c['error']:.1e} (allowed {c['limit']:.0e})")
     usages, failed = compile_all(args.targets, tell)
+    libraries = compile_cudnn(tell)
+    failed += [f"cudnn {r['target']} block {r['block']} D={r['d']}: {r['error']}" for r in libraries if "error" in r]
     if args.write:
-        args.write.write_text(page(usages, failed, checks))
+        args.write.write_text(page(usages, failed, checks, libraries))
     bad = [u for u in usages if not u.passes]
     slow = over_bars(usages)
     for line in slow:
         tell(line)
     if args.json:
-        print(json.dumps({"interpreter": checks, "compiled": [asdict(u) for u in usages], "failed": failed}))
+        print(
+            json.dumps(
+                {"interpreter": checks, "compiled": [asdict(u) for u in usages], "cudnn": libraries, "failed": failed}
+            )
+        )
     wrong = sum(not c["passes"] for c in checks)
     tell(f"{len(usages)} compiled, {len(bad)} over a limit, {len(failed)} not compiled; {wrong} of {len(checks)} wrong")
     return 1 if bad or failed or wrong or slow else 0

@@ -13,7 +13,7 @@ def in_order(x: Tensor, n: int, perm: Tensor | None) -> Tensor:
 
     Copies lie in memory as diffusers' tensors do, [B, N, H, D]: compiled kernels meet one layout.
     """
-    x = x[:, :, :n]
+    x = x.narrow(2, 0, n)
     if perm is None:
         return x
     tokens = x.transpose(1, 2)
