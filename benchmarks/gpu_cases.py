@@ -133,7 +133,7 @@ def prediction_cases(d: int) -> Iterator[Case]:
     yield case(
         "means of key blocks", "cluster_means", {"c_ptr": "*bf16"}, rows | {"PERM": False}, predict.reduce_launch()
     )
-    yield case("pooled drift, token sums", "pooled_sums", {}, rows, predict.reduce_launch())
+    yield case("token means", "pooled_sums", {}, rows, predict.reduce_launch())
 
 
 def _tokens(dtype: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from heart_attention.backbones import SVG2, XAttention, kmeans
 from heart_attention.calibration.measure.candidates import Spec, Trials
 from heart_attention.errors import HeartError
 from heart_attention.kernels import eager, triton_attention
-from heart_attention.kernels.ops import triton_predict
+from heart_attention.kernels.ops import scores, triton_predict
 from heart_attention.masks import BlockMask, ClusterMask
 from heart_attention.online.call import CallContext
 
@@ -276,6 +276,16 @@ def test_scores_take_heads_in_turn(monkeypatch):
     whole = triton_predict.xattention_scores(q, k, 16, 32)
     monkeypatch.setattr(triton_predict, "SCORE_BYTES", 1)
     assert torch.equal(triton_predict.xattention_scores(q, k, 16, 32), whole)
+
+
+def test_scores_of_a_layer_take_one_launch(monkeypatch):
+    q, k, _ = qkv(generator(14), 50, 16, heads=3)
+    launches, launch = [], triton_predict._scores
+    monkeypatch.setattr(triton_predict, "_scores", lambda *x: launches.append(x[0].shape[1]) or launch(*x))
+    out = list(torch.zeros(3, 2, 2))
+    scores._triton_block_scores(list(q[0]), list(k[0]), None, 16, 2, -(-50 // 16), out)
+    assert launches == [3]
+    assert (torch.stack(out) - XAttention(16, 32).scores(q, k)[0]).abs().max() <= 4e-6
 
 
 @few

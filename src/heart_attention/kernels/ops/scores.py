@@ -95,13 +95,14 @@ def _block_sums(logits: Tensor, per_block: int, hidden: int, out: Tensor) -> Non
 def _triton_block_scores(
     q: Heads, k: Heads, order: Tensor | None, stride: int, per_block: int, visible: int, out: Heads
 ) -> None:
-    """The same by the GPU's kernels."""
-    for one, other, to in zip(q, k, out):
-        masked = visible == -(-len(other) // stride)  # padding has no mass
-        sizes = {"q_blocks": to.shape[0], "k_blocks": to.shape[1]}
-        pair = one[None, None], other[None, None]
-        found = triton_predict.xattention_scores(*pair, stride, stride * per_block, order=order, masked=masked, **sizes)
-        to.copy_(found[0, 0])
+    """The same by the GPU's kernels, all heads in one launch."""
+    if not q:
+        return
+    masked = visible == -(-len(k[0]) // stride)  # padding has no mass
+    sizes = {"q_blocks": out[0].shape[0], "k_blocks": out[0].shape[1]}
+    heads = (torch.stack(list(x))[None] for x in (q, k))  # [1, H, N, D]
+    found = triton_predict.xattention_scores(*heads, stride, stride * per_block, order=order, masked=masked, **sizes)
+    torch._foreach_copy_(list(out), list(found[0]))
 
 
 def _triton_reasons(
