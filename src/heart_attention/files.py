@@ -5,50 +5,94 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import HeartError
+from .errors import HeartError, named
+
+STALE = 3600  # seconds after which a temporary file belongs to a process that was killed
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp|\.build-.+")
+_swept: set[str] = set()  # folders, once a process
 
 
 def cache_dir() -> Path:
     """The user's cache folder for HEART (`$HEART_CACHE`, else the platform's usual place), created if absent."""
-    named = os.environ.get("HEART_CACHE")
-    if named:
-        path = Path(named)
-    elif sys.platform == "darwin":
-        path = Path.home() / "Library" / "Caches" / "heart-attention"
-    elif os.name == "nt":
-        path = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "heart-attention"
-    else:
-        path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "heart-attention"
-    path.mkdir(parents=True, exist_ok=True)
+    named_by_user = os.environ.get("HEART_CACHE")
+    path = Path(named_by_user) if named_by_user else _usual_cache()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeartError(f"the cache folder {named(path)} cannot be made ({error.strerror}): set HEART_CACHE") from None
     return path
+
+
+def _usual_cache() -> Path:
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "heart-attention"
+        if os.name == "nt":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "heart-attention"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heart-attention"
+    except (RuntimeError, KeyError):  # a container's user that the system does not know, without HOME
+        return Path(tempfile.gettempdir()) / f"heart-attention-{os.getuid()}"
 
 
 def write_atomic(path: str | os.PathLike, data: bytes | str) -> Path:
     """Write `data` to a temporary name in the same folder, flush it to disk and rename it: whole or absent."""
     path = Path(path)
-    if path.is_dir():
-        raise HeartError(f"{str(path)!r} is a folder: give the name of a file to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = data.encode() if isinstance(data, str) else data
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        if "\0" in str(path):
+            raise HeartError(f"{named(path)!r} is no path of a file: give another")
+        if path.is_dir():
+            raise HeartError(f"{named(path)!r} is a folder: give the name of a file to write")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
+        _write_and_rename(path, data)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise HeartError(
+            f"{named(path)} cannot be written ({why}): free space there, or choose another folder"
+        ) from error
+    return path
+
+
+def _write_and_rename(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
+    handle = os.open(
+        temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666
+    )  # less the umask
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    return path
+
+
+def sweep(folder: Path) -> None:
+    """Remove temporary files and build folders that killed processes left here; once a folder and process."""
+    if str(folder) in _swept:
+        return
+    _swept.add(str(folder))
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            old = _LEFTOVER.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE
+            if old and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif old:
+                os.unlink(entry.path)
 
 
 def write_json(path: str | os.PathLike, obj: Any) -> Path:
@@ -63,17 +107,32 @@ def _refuse_constant(name: str) -> None:
 def read_json(path: str | os.PathLike, limit: int = 64 << 20) -> Any:
     """Read a JSON file of at most `limit` bytes; every way it can be bad is a HeartError naming the file."""
     path = Path(path)
-    if not path.is_file():
-        raise HeartError(f"there is no file {str(path)!r}: check the path")
-    size = path.stat().st_size
-    if size > limit:
-        raise HeartError(f"{path} has {size} bytes, more than the {limit} allowed: it is not a file of this kind")
+    data = _read(path, limit)
+    # Counted before anything is made: 60 MB of "[]," would be 20 million lists. Real files have far longer values.
+    lists, values = data.count(b"[") + data.count(b"{"), data.count(b",")
+    if lists > limit >> 6 or values > limit >> 3:
+        raise HeartError(f"{named(path)} has {lists} lists and {values} values: it is not a file of this kind")
     try:
-        return json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        return json.loads(data, parse_constant=_refuse_constant)
     except HeartError as error:
-        raise HeartError(f"{path}: {error}") from None
+        raise HeartError(f"{named(path)}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise HeartError(f"{path} is not valid JSON ({error}): it is damaged or of another kind") from None
+        why = str(error)[:100]
+        raise HeartError(f"{named(path)} is not valid JSON ({why}): it is damaged or of another kind") from None
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        if not path.is_file():
+            raise HeartError(f"there is no file {named(path)!r}: check the path")
+        size = path.stat().st_size
+        if size > limit:
+            raise HeartError(
+                f"{named(path)} has {size} bytes, more than the {limit} allowed: it is not a file of this kind"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise HeartError(f"{named(path)} cannot be read ({error.strerror}): check the path and its rights") from None
 
 
 @contextlib.contextmanager

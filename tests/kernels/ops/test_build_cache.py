@@ -1,0 +1,188 @@
+"""The cache of compiled kernels: what is cut off, changed or somebody else's is never loaded."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from heart_attention import HeartConfig, kernels
+from heart_attention.kernels.ops import build
+from heart_attention.online.call import CallContext
+from heart_attention.online.engine import Engine
+
+pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler")
+posix = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes are POSIX's")
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache, and builds that are quick."""
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "FLAG_SETS", (("-O0",),))
+    monkeypatch.setattr(build, "_loaded", {})
+    return tmp_path / "cache"
+
+
+def built(cache):
+    """The library, made by another process: this one must not have it mapped when it is damaged."""
+    script = "from heart_attention.kernels.ops import build; build.FLAG_SETS = (('-O0',),); print(build.load()._name)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    path = build.folder() / done.stdout.strip().rsplit("/", 1)[1]
+    assert path.is_file() and build.checksum_path(path).is_file()
+    return path
+
+
+def count_builds(monkeypatch):
+    builds, real = [], build._build
+    monkeypatch.setattr(build, "_build", lambda *args: (builds.append(1), real(*args)))
+    return builds
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty", "no checksum", "wrong checksum", "long checksum"])
+def test_damaged_library_is_built_again_once(cache, monkeypatch, damage):
+    path, builds = built(cache), count_builds(monkeypatch)
+    data, checksum = path.read_bytes(), build.checksum_path(path)
+    if damage == "truncated":
+        os.truncate(path, len(data) // 2)
+    elif damage == "changed":
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "empty":
+        os.truncate(path, 0)
+    elif damage == "no checksum":
+        checksum.unlink()
+    else:
+        checksum.write_text("0" * (64 if damage == "wrong checksum" else 1 << 20))
+    assert build.load().heart_vector_floats() in (4, 8, 16) and builds == [1]
+    build._loaded.clear()
+    build.load()
+    assert builds == [1]
+
+
+def test_truncated_library_does_not_kill_the_process(cache):
+    """The dynamic linker maps what the headers promise: touching pages that the file lacks is SIGBUS."""
+    path = built(cache)
+    os.truncate(path, 4096)
+    assert built(cache) == path and path.stat().st_size > 4096
+
+
+@posix
+def test_library_that_others_may_write_is_not_loaded(cache, monkeypatch):
+    path, builds = built(cache), count_builds(monkeypatch)
+    path.chmod(0o666)
+    build.load()
+    assert builds == [1] and path.stat().st_mode & 0o022 == 0
+
+
+@posix
+@pytest.mark.parametrize("what", ["library", "checksum", "folder"])
+def test_somebody_elses_files_are_not_loaded(cache, monkeypatch, what):
+    path, builds = built(cache), count_builds(monkeypatch)
+    theirs = {"library": path, "checksum": build.checksum_path(path), "folder": path.parent}[what]
+    real = build._foreign
+    inode = theirs.stat().st_ino
+    monkeypatch.setattr(
+        build,
+        "_foreign",
+        lambda found, kind: "belongs to user 7, not to 8" if found.st_ino == inode else real(found, kind),
+    )
+    if what == "folder":
+        assert "belongs to user 7" in build.reasons_not()[0] and not builds
+        assert "belongs to user 7" in kernels.available()["cpu"][0]
+    else:
+        assert build.load() and builds == [1]
+
+
+@posix
+def test_a_stat_of_another_user_is_foreign(tmp_path):
+    mine = tmp_path.lstat()
+    assert not build._foreign(mine, build.stat.S_ISDIR)
+    other = os.stat_result([*mine[:4], mine.st_uid + 1, *mine[5:]])
+    assert "belongs to user" in build._foreign(other, build.stat.S_ISDIR)
+    assert "symbolic link" in build._foreign(mine, build.stat.S_ISREG)
+
+
+@posix
+def test_a_link_in_place_of_the_library_is_not_followed(cache, monkeypatch, tmp_path):
+    path = built(cache)
+    target = tmp_path / "elsewhere.so"
+    shutil.move(path, target)
+    path.symlink_to(target)
+    build.load()
+    assert not path.is_symlink() and target.is_file()
+
+
+@posix
+def test_folder_that_others_may_write_is_not_used(cache):
+    build.folder().chmod(0o777)
+    assert "may be written by others" in build.reasons_not()[0]
+
+
+def test_library_that_never_loads_gives_the_portable_kernel(cache, monkeypatch, caplog):
+    def broken(target, path):
+        target.write_bytes(b"cut off")
+        build.os.replace(target, path)
+
+    monkeypatch.setattr(build, "_install", broken)
+    with caplog.at_level(logging.INFO):
+        assert "cannot be trusted" in build.reasons_not()[0]
+        build.reasons_not()
+    assert len([r for r in caplog.records if "the portable kernels serve" in r.message]) == 1
+    assert len([r for r in caplog.records if r.message.startswith("building the C kernels, which")]) == 1
+    assert kernels.choose(None, torch.zeros(1, 1, 8, 8)).name == "gather"
+
+
+@pytest.mark.parametrize("text", ["gcc 'x", '"', "gcc \\"])
+def test_compiler_with_an_unclosed_quote(cache, monkeypatch, text):
+    monkeypatch.setenv("CC", text)
+    assert "CC" in build.reasons_not()[0]
+
+
+def test_leftovers_of_killed_builds_are_swept(cache):
+    path = built(cache)
+    old, young = path.parent / ".build-old", path.parent / ".build-young"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "x.o").write_bytes(b"1")
+    os.utime(old, (time.time() - 9999,) * 2)
+    built(cache)
+    assert not old.exists() and young.exists()
+
+
+@posix
+def test_user_without_a_name_or_home(tmp_path):
+    """A container's user that the system does not know."""
+    script = (
+        "import os; os.environ.pop('HOME', None); os.environ.pop('XDG_CACHE_HOME', None)\n"
+        "import pwd\n"
+        "def unknown(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = unknown\n"
+        "from heart_attention.files import cache_dir\n"
+        "print(cache_dir())"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "HEART_CACHE"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**env, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=300,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(tmp_path / f"heart-attention-{os.getuid()}")
+
+
+def test_no_call_is_timed_while_kernels_are_built(cache, monkeypatch):
+    """The first call of an engine builds; `stats` must not count it."""
+    real = build._build
+
+    def slow(*args):
+        time.sleep(2.0)
+        real(*args)
+
+    monkeypatch.setattr(build, "_build", slow)
+    engine = Engine(HeartConfig("xattention", 0.5, dense_steps=0, force_sparse=True), 1, 2)
+    q = torch.randn(1, 2, 256, 16)
+    engine.attend(CallContext(layer=0, step=0), q, q, q, torch.nn.functional.scaled_dot_product_attention)
+    assert list(cache.glob("kernels*/kernels-*.so"))
+    assert 0 < engine.stats()["time"]["total"] < 2.0

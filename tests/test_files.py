@@ -1,0 +1,110 @@
+"""Files: writes that are whole or absent, and JSON that may be hostile."""
+
+import errno
+import os
+import resource
+import stat
+import time
+
+import pytest
+
+from heart_attention import files
+from heart_attention.errors import HeartError, named, shown
+
+
+@pytest.fixture(autouse=True)
+def nothing_swept(monkeypatch):
+    monkeypatch.setattr(files, "_swept", set())
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_umask_is_respected(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        path = files.write_atomic(tmp_path / "a.json", "1")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_leftovers_are_swept_but_not_what_is_young_or_somebody_elses(tmp_path):
+    old, young, other = (tmp_path / n for n in (".a.json.0123456789ab.tmp", ".b.0123456789ac.tmp", ".notes.tmp"))
+    for path in (old, young, other):
+        path.write_text("x")
+    for path in (old, other):
+        os.utime(path, (time.time() - 2 * files.STALE,) * 2)
+    files.write_atomic(tmp_path / "c.json", "1")
+    assert not old.exists() and young.exists() and other.exists()
+
+
+def test_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):
+    path = files.write_atomic(tmp_path / "a.json", "old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(HeartError, match="cannot be written \\(No space left on device\\)"):
+        files.write_atomic(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("text", ["[],", "{},", "[[]],", "0,"])
+def test_many_small_values_are_refused_before_they_are_made(tmp_path, text):
+    """60 MB of nested lists took a minute and 1.6 GB."""
+    path = tmp_path / "a.json"
+    path.write_bytes(b"[" + text.encode() * ((60 << 20) // len(text)) + b"0]")
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(HeartError, match="not a file of this kind"):
+        files.read_json(path)
+    assert time.process_time() - began < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # kB
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 500_000,
+        b'{"a":' * 500_000,
+        b"9" * 5000,
+        b"\xff\xfe",
+        b"",
+        b'"\\ud800',
+        b"NaN",
+        b"[1e999999]x",
+        b"\0" * 100,
+    ],
+)
+def test_hostile_json_is_one_short_sentence(tmp_path, data):
+    path = tmp_path / "a.json"
+    path.write_bytes(data)
+    with pytest.raises(HeartError) as caught:
+        files.read_json(path)
+    assert len(str(caught.value)) <= 300
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 3000, "a\0b"])
+def test_impossible_paths_are_one_short_sentence(tmp_path, name):
+    for action in (files.read_json, lambda path: files.write_atomic(path, "1")):
+        with pytest.raises(HeartError) as caught:
+            action(f"{tmp_path}/{name}")
+        assert len(str(caught.value)) <= 300
+
+
+def test_values_in_sentences_are_short():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (
+        deep,
+        "x" * 10**6,
+        10**6000,
+        list(range(10**5)),
+        {"a": {"b": {"c": {"d": 1}}}},
+        "two\nlines",
+        float("nan"),
+    ):
+        text = shown(value)
+        assert len(text) <= 60 and "\n" not in text
+    assert shown("abc") == "'abc'" and shown(1.5) == "1.5"
+    assert named("x" * 500).endswith("x") and len(named("x" * 500)) == 120
