@@ -167,17 +167,25 @@ def rest(args, threads: int) -> list[Row]:
     for counts, n, heads, dim, repeat in cases[: 2 if args.quick else None]:
         q, k, v = inputs(heads, n, dim, torch.float32)
         for density in (0.1, 0.25):
-            mask = cluster_mask(heads, n, density, counts)
-            plans = {name: kernels.plan("cpu", mask, name) for name in ("drop", "mean")}
-            functions = {name: partial(kernels.run, plan, q, k, v) for name, plan in plans.items()}
-            seconds = best(functions, repeat, threads)
-            more = float(mask.cost("mean").mean() / mask.density().mean())
-            case = f"N={n} D={dim} {counts[0]} x {counts[1]} clusters, cost {float(mask.cost('mean').mean()):.3f}"
-            value = seconds["mean"] / seconds["drop"] / more
-            rows.append(Row("rest", case, threads, float(mask.density().mean()), value, "of time by computed keys"))
+            label = f"{counts[0]} x {counts[1]} clusters"
+            rows.append(_rest_row(label, cluster_mask(heads, n, density, counts), q, k, v, repeat, threads))
+    q, k, v = inputs(4, 4096, 32, torch.float32)
+    for density in (0.1, 0.25):
+        mask = BlockMask(random_rows(4, 64, density), 64, 4096, 4096)
+        rows.append(_rest_row("blocks of 64", mask, q, k, v, 40, threads))
     if not args.quick:
         rows.append(Row("rest", "N=32760 H=12 D=128 300 x 1000 clusters, memory", threads, 0.1, _rest_memory(), "MB"))
     return rows
+
+
+def _rest_row(label: str, mask, q, k, v, repeat: int, threads: int) -> Row:
+    plans = {name: kernels.plan("cpu", mask, name) for name in ("drop", "mean")}
+    functions = {name: partial(kernels.run, plan, q, k, v) for name, plan in plans.items()}
+    seconds = best(functions, repeat, threads)
+    density, cost = float(mask.density().mean()), float(mask.cost("mean").mean())
+    value = seconds["mean"] / seconds["drop"] / (cost / density)
+    case = f"N={q.shape[2]} D={q.shape[3]} {label}, cost {cost:.3f}"
+    return Row("rest", case, threads, density, value, "of time by computed keys")
 
 
 MEMORY = """

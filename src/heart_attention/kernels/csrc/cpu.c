@@ -158,19 +158,30 @@ INLINE void pack_keys(const struct heart_attention *a, int bf16, int64_t head, s
     }
 }
 
-/* The mean of up to `width` numbers of n rows; row i begins at from + at(i). Sums of a few rows first: the rounding error
- * of one long sum grows with its length. */
-#define MEAN_ROWS 32
-#define MEAN_OF(to, n, from, at)                                                                                       \
-    do {                                                                                                               \
-        vec total = {0};                                                                                               \
-        for (int64_t first = 0; first < (n); first += MEAN_ROWS) {                                                     \
-            vec part = {0};                                                                                            \
-            for (int64_t i = first; i < least(first + MEAN_ROWS, (n)); i++) part += load((from) + (at));               \
-            total += part;                                                                                             \
-        }                                                                                                              \
-        store((to), total / (float)(n));                                                                               \
-    } while (0)
+#define MEAN_ROWS 32 /* rows added up before they join the total: the rounding error of one long sum grows with it */
+
+/* The mean of n rows, one vector wide; rows of keys lie `dim` apart. */
+INLINE vec mean_key(const float *keys, int64_t n, int64_t dim) {
+    vec total = {0};
+    for (int64_t first = 0; first < n; first += MEAN_ROWS) {
+        vec part = {0};
+        for (int64_t i = first; i < least(first + MEAN_ROWS, n); i++) part += load(keys + i * dim);
+        total += part;
+    }
+    return total / (float)n;
+}
+
+/* The same for the values at sorted positions from `start` on. */
+INLINE vec mean_value(const float *values, int64_t start, int64_t n, int64_t wide) {
+    vec total = {0};
+    for (int64_t first = start; first < start + n; first += MEAN_ROWS) {
+        vec part = {0};
+        for (int64_t i = first; i < least(first + MEAN_ROWS, start + n); i++)
+            part += load(values + value_at((int32_t)i, (int32_t)wide));
+        total += part;
+    }
+    return total / (float)n;
+}
 
 /* Means of the keys and values of one group, which are packed already. */
 static void pack_means(const struct heart_attention *a, int64_t head, struct packed to, int64_t group) {
@@ -181,7 +192,7 @@ static void pack_means(const struct heart_attention *a, int64_t head, struct pac
     const float *keys = to.keys + start * a->dim;
     float *key = to.keys + mean * a->dim, *value = to.values + value_at((int32_t)mean, (int32_t)wide);
     int64_t d = 0;
-    for (; d + VL <= a->dim; d += VL) MEAN_OF(key + d, n, keys + d, i * a->dim);
+    for (; d + VL <= a->dim; d += VL) store(key + d, mean_key(keys + d, n, a->dim));
     for (; d < a->dim; d++) {
         double sum = 0;
         for (int64_t i = 0; i < n; i++) sum += keys[i * a->dim + d];
@@ -189,7 +200,7 @@ static void pack_means(const struct heart_attention *a, int64_t head, struct pac
     }
     for (d = 0; d < wide; d += VL) {
         int64_t column = d / (2 * VL) * TILE * 2 * VL + d % (2 * VL);
-        MEAN_OF(value + column, n, to.values + column, value_at((int32_t)(start + i), (int32_t)wide));
+        store(value + column, mean_value(to.values + column, start, n, wide));
     }
 }
 
