@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time names are l
         register_policy,
         stats,
     )
-    from .backbones import EAR, SVG2, Backbone, XAttention
+    from .backbones import EAR, PISA, SVG2, Backbone, Sparge, XAttention
     from .calibration.file import Calibration
     from .config import HeartConfig, Point, PointTable
     from .kernels.registry import register_kernel
@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time names are l
 # Public name -> module that defines it.
 _PUBLIC = {
     "EAR": "backbones",
+    "Sparge": "backbones",
+    "PISA": "backbones",
     "SVG2": "backbones",
     "TMR": "online.reuse",
     "Always": "online.reuse",
@@ -71,6 +73,7 @@ _MODULES = ("backbones", "calibration", "kernels", "masks", "models", "tiny")
 
 __all__ = [
     "EAR",
+    "PISA",
     "PRESETS",
     "SVG2",
     "TMR",
@@ -86,6 +89,7 @@ __all__ = [
     "Point",
     "PointTable",
     "Policy",
+    "Sparge",
     "Text",
     "Warmup",
     "XAttention",

@@ -14,6 +14,8 @@ BUILT_IN = {
     "xattention": (".xattention", "XAttention"),
     "svg2": (".svg2", "SVG2"),
     "ear": (".ear", "EAR"),
+    "pisa": (".pisa", "PISA"),
+    "sparge": (".sparge", "Sparge"),
 }
 _REGISTERED: dict[str, type] = {}  # users' own
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..errors import HeartError
 from ..kernels.ops.scores import block_scores
 from ..masks import BlockMask, Text, top_p
-from .base import Backbone, Key, Shape, Thresholds, check_positive, check_qk, pairs, read_text, read_thresholds
+from .base import Backbone, Key, Shape, Thresholds, check_positive, check_qk, pairs, read_thresholds
+from .blocks import covered, stretch
 
 SCORE_FLOATS = 1 << 19  # scores that exist at once, unless one head has more
 
@@ -68,7 +69,7 @@ class XAttention(Backbone):
     def scores(self, q: Tensor, k: Tensor, order: Tensor | None = None) -> Tensor:
         """Block scores, fp32 [B, H, Mq, Mk]; padded blocks are included when `pad` is the original's."""
         check_qk(q, k)
-        order = None if order is None else _stretch(order.to(q.device), q.shape[2], None)
+        order = None if order is None else stretch(order.to(q.device), q.shape[2], None)
         every = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[1])]
         return self._scores(q, k, order, every).unflatten(0, q.shape[:2])
 
@@ -90,11 +91,11 @@ class XAttention(Backbone):
         With text, the mask covers video and valid prompt; unused slots at the end attend only to themselves.
         """
         check_qk(q, k)
-        batch, n_heads, n, _ = q.shape
+        batch, n_heads = q.shape[:2]
         tau = read_thresholds(thresholds, batch, n_heads)
-        q, k, order, tail = self._without_tail(q, k, text, order)
-        n_q, n_k = n - tail, k.shape[2]
-        rows, cols = -(-n_q // self.block), -(-n_k // self.block)
+        seen = covered("XAttention", q, k, text, order)
+        q, k, n_q, n_k = q[:, :, : seen.n_q], k[:, :, : seen.n_k], seen.n_q, seen.n_k
+        rows, cols = seen.blocks((self.block, self.block))
         blocks = torch.ones(batch, n_heads, rows, cols, dtype=torch.bool, device=q.device)
         sparse = (tau < 1).nonzero().tolist()  # the others are dense by definition
         step = max(1, SCORE_FLOATS // (self._blocks(n_q) * self._blocks(n_k)))
@@ -102,8 +103,8 @@ class XAttention(Backbone):
             part = sparse[start : start + step]
             b, h = torch.tensor(part).unbind(-1)
             share = tau[b, h].unsqueeze(-1).to(q.device)  # [heads, 1]
-            blocks[b, h] = self.select(self._scores(q, k, order, part)[:, :rows], share)[..., :cols]
-        return BlockMask(blocks, self.block, n_q, n_k, order, tail, text=read_text(text, n))
+            blocks[b, h] = self.select(self._scores(q, k, seen.order, part)[:, :rows], share)[..., :cols]
+        return seen.mask(blocks, (self.block, self.block))
 
     @torch.no_grad()
     def predict_many(
@@ -130,24 +131,6 @@ class XAttention(Backbone):
         kept = top_p(scores, thresholds, strict=True)
         kept[..., 0] = True
         return kept
-
-    def _without_tail(
-        self, q: Tensor, k: Tensor, text: Text | None, order: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """q, k without unused text slots, the order stretched over the prompt, and the number of slots."""
-        n = q.shape[2]
-        text = read_text(text, n)
-        tail = text.unused if text else 0
-        if (text is not None or order is not None) and k.shape[2] != n:
-            raise HeartError(f"text or a token order needs as many keys as queries, not {k.shape[2]} and {n}")
-        if tail and text is not None and text.end != n:
-            raise HeartError(
-                f"unused text slots end at token {text.end} of {n}: XAttention can leave them out only "
-                "at the end of the sequence"
-            )
-        if order is not None:
-            order = _stretch(order.to(q.device), n - tail, text)
-        return q[:, :, : n - tail], k[:, :, : n - tail], order, tail
 
     def _blocks(self, n: int) -> int:
         """Blocks of `n` tokens after padding."""
@@ -182,18 +165,3 @@ class XAttention(Backbone):
         visible = -(-k.shape[2] // self.stride) if self.pad == "block" else shape[2] * per_block  # key groups with mass
         block_scores(q_heads, k_heads, order, self.stride, per_block, visible, filled)
         return out
-
-
-def _stretch(order: Tensor, n: int, text: Text | None) -> Tensor:
-    """The order of all `n` tokens: an order of the video tokens alone leaves the prompt after them as it is."""
-    video = n if text is None else text.start
-    if text is not None and order.numel() == video and text.start + text.prompt == n:
-        order = torch.cat([order.long(), torch.arange(video, n, device=order.device)])
-    if order.numel() != n:
-        raise HeartError(
-            f"an order of {order.numel()} tokens does not fit the {n} tokens of video and prompt: "
-            "give all of them, or the video alone with the text at the end"
-        )
-    if order.device.type == "cpu" and not 0 <= int(order.min()) <= int(order.max()) < n:
-        raise HeartError(f"an order names tokens outside 0..{n - 1}: give a permutation of the {n} tokens")
-    return order.long()
