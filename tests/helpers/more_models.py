@@ -125,7 +125,7 @@ def _motif_inputs(t: float = 500.0, batch: int = 1, seed: int = 0) -> dict[str, 
     }
 
 
-AUDIO, REFERENCE = 5, 4  # tokens of MiniMax-H3 before the video, beside the text
+AUDIO, REFERENCE = 6, 4  # tokens of MiniMax-H3 before the video, beside the text
 BEFORE = TEXT + REFERENCE + AUDIO
 
 
@@ -250,9 +250,7 @@ MORE: dict[str, Tiny] = {
         },
         _framepack_inputs,
         2,
-        lambda i: (PACKED + VIDEO, IMAGE + valid_text(i), TEXT - valid_text(i)),
-        grid=None,
-        video=PACKED + VIDEO,
+        lambda i: (VIDEO, PACKED + IMAGE + valid_text(i), TEXT - valid_text(i)),
     ),
     "motif": Tiny(
         "MotifVideoTransformer3DModel",

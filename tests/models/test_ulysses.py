@@ -25,7 +25,14 @@ def engine():
 
 
 # Other families, and options for two ranks: the 13 text tokens of HunyuanVideo-1.5 do not divide by two.
-OTHERS = {"ltx": {}, "hunyuan": {}, "hunyuan-1.5": {"ulysses_anything": True}}
+# For all but HunyuanVideo's, diffusers has a plan of its own.
+OTHERS = {
+    "ltx": {},
+    "chronoedit": {},
+    "minimax-h3": {},
+    "hunyuan": {},
+    "hunyuan-1.5": {"ulysses_anything": True},
+}
 
 
 def joint_text_plan():
@@ -43,11 +50,11 @@ def joint_text_plan():
 
 def other_run(name, handler, **degrees):
     """A few steps with two prompts of different lengths."""
-    case = tiny.MODELS[name]
+    case = tiny.every_model()[name]
     wider = {"cross_attention_dim": 4 * tiny.DIM} if name == "ltx" else {}
     attach(transformer := case.build(num_attention_heads=4, **wider), handler)
     if degrees:
-        parallel(transformer, None if name == "ltx" else joint_text_plan(), **degrees)
+        parallel(transformer, joint_text_plan() if name.startswith("hunyuan") else None, **degrees)
     given = [case.inputs(900.0 - step, batch=2, seed=step // 2) for step in range(4)]
     if name == "ltx":  # diffusers 0.42 itself fails on its text mask under context parallelism
         given = [{**x, "encoder_attention_mask": None} for x in given]
@@ -153,7 +160,7 @@ def test_text_that_lies_otherwise_is_not_taken_for_known():
     layer = SimpleNamespace(info=SimpleNamespace(kind="joint"))
 
     def shares(text, tokens, item_by_item=False):
-        family = SimpleNamespace(item_by_item=item_by_item)
+        family = SimpleNamespace(item_by_item=item_by_item, packed=False)
         return _shares(SimpleNamespace(sequence=(32, text), family=family), layer, tokens)
 
     assert shares([Text(32, 2, 4), Text(32, 3, 3)], [19, 19]) == [[16, 3], [16, 3]]

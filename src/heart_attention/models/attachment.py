@@ -19,7 +19,7 @@ from ..errors import HeartError
 from ..masks import Text
 from ..online.call import CallContext, Handler
 from ..online.clock import Clock
-from . import compat, custom_ops, family_of, plain_copy, processors
+from . import compat, custom_ops, family_of, moved_tokens, plain_copy, processors
 from .compat import unwrapped
 from .families.base import Family, Grid, count
 from .head_assignment import Costs, check_costs
@@ -181,6 +181,7 @@ class Attachment:
     ) -> torch.Tensor:
         """One call of a layer; q, k, v [B, H, N, D]."""
         call = self._call_at(layer)
+        front = self.family.front(call.text, self._tokens, q)
         call.text = self.family.locate(call.text, self._tokens, q)
         for name, value in at.items():  # empty but under context parallelism
             setattr(call, name, value)
@@ -188,6 +189,8 @@ class Attachment:
         if reason is not None:
             self._note_fallback(call, reason)
             return dense(q, k, v)
+        if front:
+            return moved_tokens.attend(self.handler, call, q, k, v, dense, front, self._tokens)
         return self.handler.attend(call, q, k, v, dense)
 
     def _call_at(self, layer: Layer) -> CallContext:

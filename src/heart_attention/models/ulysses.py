@@ -61,7 +61,7 @@ def attend_in_parallel(
         None if costs is None else costs[layer.info.index], query.shape[2], context.ulysses_degree
     )
     q, k, v = (_to_heads(x, assignment, shares, rank, group) for x in (query, key, value))  # [B, h, N, D]
-    if layer.info.kind == "joint":
+    if layer.info.kind == "joint" and not attachment.family.packed:
         dense.mask = _padding(attachment.sequence[1], q)
     place = {
         "head_offset": assignment[rank][0] if costs is None else 0,
@@ -86,7 +86,7 @@ def _reason_not(
 
 def _shares(attachment: Attachment, layer: Layer, tokens: list[int]) -> Shares:
     """How the ranks' tokens make up the sequence, stretch after stretch; nothing if that cannot be told."""
-    if layer.info.kind == "self":
+    if layer.info.kind == "self" or attachment.family.packed:
         return [[n] for n in tokens]
     video, texts = attachment.sequence
     places = {(text.start, text.end) for text in texts or []}

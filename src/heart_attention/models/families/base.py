@@ -28,6 +28,7 @@ class Family:
     layers: tuple[str, ...] = (r"blocks\.\d+\.attn1",)
     rising = False  # True: the timestep grows while the model denoises
     item_by_item = False  # True: attention is called once per batch item
+    packed = False  # True: text lies in one sequence that context parallelism splits as a whole
     mask_is_padding = False  # True: the mask of a call is the text's padding and nothing else
 
     def find(self, transformer: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -58,6 +59,13 @@ class Family:
     def locate(self, text: list[Text] | None, tokens: int, q: torch.Tensor) -> list[Text] | None:
         """The same for the sequence of one call, q [B, H, N, D], where only its length tells."""
         return text
+
+    def front(self, text: list[Text] | None, tokens: int, q: torch.Tensor) -> int:
+        """How many exact tokens lie before the video where others lie behind it; they are moved there, as `locate` says.
+
+        Masks know exact tokens in one place only.
+        """
+        return 0
 
     def reason_not(
         self, tokens: int, text: list[Text] | None, q: torch.Tensor, mask: torch.Tensor | None

@@ -13,6 +13,7 @@ class Helios(Family):
 
     classes = ("HeliosTransformer3DModel",)
     kind = "joint"
+    packed = True
 
     def locate(self, text: list[Text] | None, tokens: int, q: torch.Tensor) -> list[Text] | None:
         """History first."""

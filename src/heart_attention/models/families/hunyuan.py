@@ -60,27 +60,28 @@ class HunyuanVideo15(HunyuanVideo):
 
 
 class Framepack(HunyuanVideo):
-    """History at three resolutions comes before the video and counts as video: together they have no one grid.
+    """History at three resolutions comes before the video, the image's tokens and the text after it: all exact.
 
-    After the video come the image's tokens and the text. A single prompt is cut to its valid tokens by the model.
+    A single prompt is cut to its valid tokens by the model.
     """
 
     classes = ("HunyuanVideoFramepackTransformer3DModel",)
-
-    def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:
-        """History and video have different resolutions."""
-        return None
 
     def inputs(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
         """The text's padding mask and the image's embeddings."""
         return [given["encoder_attention_mask"], given["image_embeds"]]
 
     def text(self, inputs: list[torch.Tensor], tokens: int) -> list[Text]:
-        """Image tokens and valid text, from the end of the sequence that `locate` learns."""
+        """Image tokens and valid text; `locate` adds the history."""
         mask, image = inputs
-        found = super().text([mask], 0)
-        return [Text(0, image.shape[1] + text.prompt, text.unused if len(found) > 1 else 0) for text in found]
+        found = super().text([mask], tokens)
+        return [Text(tokens, image.shape[1] + text.prompt, text.unused if len(found) > 1 else 0) for text in found]
+
+    def front(self, text: list[Text] | None, tokens: int, q: torch.Tensor) -> int:
+        """The history: what the sequence holds beyond video and text."""
+        return 0 if not text else max(0, q.shape[2] - text[0].end)
 
     def locate(self, text: list[Text] | None, tokens: int, q: torch.Tensor) -> list[Text] | None:
-        """The text ends the sequence."""
-        return text and [Text(q.shape[2] - t.end, t.prompt, t.unused) for t in text]
+        """The history, moved behind the video, joins the text."""
+        history = self.front(text, tokens, q)
+        return text and [Text(t.start, history + t.prompt, t.unused) for t in text]

@@ -16,6 +16,7 @@ class MiniMaxH3(Family):
 
     classes = ("MiniMaxH3Transformer3DModel",)
     kind = "joint"
+    packed = True
     layers = (r"transformer_blocks\.\d+\.attn",)
 
     def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:
