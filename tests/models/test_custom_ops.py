@@ -42,7 +42,7 @@ def compile_blocks(model, backend):
 
 def check(name, compile_model, backend, plain_graphs):
     """Outputs as in eager mode with the same handler, and as many graphs as without HEART."""
-    case = tiny.MODELS[name]
+    case = tiny.every_model()[name]
     attach(eager := case.build(), tiny.Halved())
     expected = generate(eager, case)
     model = case.build()
@@ -86,7 +86,13 @@ def test_wan_with_inductor(compile_model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compile_model", "plain_graphs"),
-    [("hunyuan", compile_whole, 1), ("cogvideox", compile_whole, 1), ("ltx", compile_blocks, 1)],
+    [
+        *(
+            (name, compile_whole, 1)
+            for name in ("hunyuan", "cogvideox", "helios", "motif", "minimax-h3", "kandinsky-6")
+        ),
+        ("ltx", compile_blocks, 1),
+    ],
 )
 def test_other_families(name, compile_model, plain_graphs):
     check(name, compile_model, "aot_eager", plain_graphs)
