@@ -35,20 +35,27 @@ def by_cost(costs: Sequence[float], ranks: int) -> Assignment:
     """Share heads out so that all ranks have equally many and about equal cost.
 
     The dearest head goes to the rank with the least so far that still has room; then pairs of heads change
-    places as long as that helps the dearest rank.
+    places as long as that helps the dearest rank. Heads in order are the other start; the better end is taken.
 
     Args:
         costs: one number a head, e.g. the densities a calibration measured.
         ranks: how many devices share the heads.
     """
-    sizes = [len(heads) for heads in in_order(len(costs), ranks)]
+    plain = in_order(len(costs), ranks)
+    starts = [_greedy(costs, [len(heads) for heads in plain]), plain]
+    for assignment in starts:
+        while _improve(costs, assignment):
+            pass
+    best = min(starts, key=lambda assignment: imbalance(costs, assignment))
+    return [sorted(heads) for heads in best]
+
+
+def _greedy(costs: Sequence[float], sizes: list[int]) -> Assignment:
     assignment: Assignment = [[] for _ in sizes]
     for head in sorted(range(len(costs)), key=lambda h: (-costs[h], h)):
-        free = [r for r in range(ranks) if len(assignment[r]) < sizes[r]]
+        free = [r for r, size in enumerate(sizes) if len(assignment[r]) < size]
         assignment[min(free, key=lambda r: (_load(costs, assignment[r]), r))].append(head)
-    while _improve(costs, assignment):
-        pass
-    return [sorted(heads) for heads in assignment]
+    return assignment
 
 
 def _load(costs: Sequence[float], heads: list[int]) -> float:

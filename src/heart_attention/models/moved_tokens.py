@@ -24,14 +24,14 @@ def attend(
     video: int,
 ) -> torch.Tensor:
     """One call, q, k, v [B, H, N, D], whose first `front` tokens go behind the `video` tokens that follow them."""
-    moved = tuple(move(x, front, video) for x in (q, k, v))
+    moved = [move(x, front, video) for x in (q, k, v)]
 
     def in_order(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
         whole = all(x is y for x, y in zip(qkv, moved))
         own = (q, k, v) if whole else [move(x, video, front) for x in qkv]
         return move(dense(*own, **options), front, video)
 
-    return move(handler.attend(call, *moved, in_order), video, front)
+    return move(handler.attend(call, moved[0], moved[1], moved[2], in_order), video, front)
 
 
 def move(x: torch.Tensor, first: int, second: int) -> torch.Tensor:
