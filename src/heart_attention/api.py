@@ -222,15 +222,11 @@ def _check(config: HeartConfig, transformers: list[Any]) -> None:
 
 def _head_costs(config: HeartConfig, transformers: int) -> list[Any]:
     """What heads cost [L, H], of each transformer, where they are assigned to ranks by it; else nothing."""
+    from .models.head_assignment import head_costs
+
     if config.head_assignment != "cost":
         return []
-    costs = [source.head_costs() for source in thresholds.source(config.thresholds).of_transformers(transformers)]
-    if None in costs:
-        raise HeartError(
-            "heads can be assigned by cost only where a calibration measured their sparsity, and these thresholds bring "
-            "no such table: give thresholds=Calibration.load(...) of a measured one, or head_assignment='order'"
-        )
-    return costs
+    return [head_costs(one) for one in thresholds.source(config.thresholds).of_transformers(transformers)]
 
 
 def _as_call(call: Any) -> CallContext:

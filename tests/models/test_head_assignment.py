@@ -42,11 +42,9 @@ def test_an_assignment_by_cost_evens_out_what_order_does_not():
 
 
 def test_costs_from_a_calibration():
-    class Calibrated:
-        S = np.array([[[0.8, 0.5], [0.9, 0.2]]])  # [L, H, K]
-        choice = np.array([[1, 0]])
-
-    assert head_costs(Calibrated) == [pytest.approx([0.5, 0.1])]
+    sparsity = np.array([[[0.8, 0.5], [0.9, 0.2]]])  # [L, H, K]
+    made = Calibration(np.array([[0.9, 0.5]]), {"name": "xattention"}, [0.5, 0.9], E=sparsity, S=sparsity)
+    assert head_costs(made) == [pytest.approx([0.5, 0.1])]
 
 
 @pytest.mark.parametrize("thresholds", [0.9, THRESHOLDS, Calibration(THRESHOLDS, {"name": "xattention"})])

@@ -83,7 +83,9 @@ def work(rank, folder):
     attach(one := model(), handler := engine())  # enabled first, made parallel afterwards
     results["engine"] = generate(parallel(one, ulysses_degree=2))
     results["decisions"] = decisions(handler)
-    heart.enable(assigned := parallel(model(), ulysses_degree=2), config(thresholds=calibration()), head_assignment="cost")
+    heart.enable(
+        assigned := parallel(model(), ulysses_degree=2), config(thresholds=calibration()), head_assignment="cost"
+    )
     results["by cost"] = generate(assigned)
     handler = attachment_of(assigned).handler
     results["decisions by cost"] = decisions(handler)

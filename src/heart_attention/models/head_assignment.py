@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import HeartError
+from ..online import thresholds
 
 Assignment = list[list[int]]  # the heads of each rank
 Costs = Sequence[Sequence[float]]  # [L, H]
@@ -104,16 +105,14 @@ def balance(costs: Costs, ranks: int) -> dict[str, float]:
 
 
 def head_costs(calibration: Any) -> list[list[float]]:
-    """What each head costs [L, H]: the density a calibration measured at the threshold it chose."""
-    if getattr(calibration, "S", None) is None:
+    """What each head costs [L, H]: the share of dense that a calibration measured at the point it chose."""
+    costs = thresholds.source(calibration).head_costs()
+    if costs is None:
         raise HeartError(
             "heads can be assigned by cost only where a calibration measured their sparsity, and these thresholds bring "
-            "no such table; give thresholds=Calibration.load(...) of a measured calibration, or head_assignment='order'."
+            "no such table: give thresholds=Calibration.load(...) of a measured one, or head_assignment='order'"
         )
-    return [
-        [1.0 - float(cells[k]) for cells, k in zip(row, chosen)]
-        for row, chosen in zip(calibration.S, calibration.choice)
-    ]
+    return costs
 
 
 def check_costs(costs: Costs, layers: int) -> list[tuple[float, ...]]:
