@@ -13,7 +13,7 @@ from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 from heart_attention.online.reuse import TMR
 from heart_attention.tuning import delta
-from heart_attention.tuning.delta import MaskProbe, Point, choose, tune
+from heart_attention.tuning.delta import CurvePoint, MaskProbe, choose, tune
 
 H, N, D, LAYERS = 4, 96, 8, 2
 X = XAttention(stride=4, block=16)
@@ -106,7 +106,7 @@ def test_per_layer_and_relative():
 
 
 def test_an_unreachable_target_gives_delta_zero():
-    assert choose([Point(1.0, 0.5, 0.7, 0.8)], 0.9) == Point(0.0, 0.0, 1.0, 1.0)
+    assert choose([CurvePoint(1.0, 0.5, 0.7, 0.8)], 0.9) == CurvePoint(0.0, 0.0, 1.0, 1.0)
 
 
 def test_wrong_use():

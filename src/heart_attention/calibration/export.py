@@ -45,7 +45,7 @@ def layer_names(calibration: Calibration, config: dict[str, Any] | None = None) 
     if name not in FAMILIES:
         raise HeartError(f"the attention layers of {name or 'an unknown model'!r} have no known names: give them")
     patterns = [p.replace("\\.", ".") for p in FAMILIES[name].layers]
-    first = calibration.layers
+    first: Any = calibration.layers
     if len(patterns) > 1:
         first = (config or {}).get("num_layers", first if name.startswith("Wan") else None)
         if first is None:

@@ -425,8 +425,9 @@ class Calibration(ThresholdSource):
 
     def with_choice(self, choice: np.ndarray, solver: dict[str, Any]) -> Calibration:
         """The same measurements with another choice of points; figures that belong to the old one go."""
-        derived = dict.fromkeys(_DERIVED)
-        return replace(self, choice=choice, solver=solver, verification={}, **derived)
+        return replace(
+            self, choice=choice, solver=solver, verification={}, thresholds=None, backbone=None, candidates=None
+        )
 
     def resolve(self, budget: Budget | str | float, method: str = "exact") -> Calibration:
         """The best choice for another budget from the stored tables."""

@@ -81,4 +81,4 @@ def point_table(calibrations: Sequence[Calibration]) -> PointTable:
                 [[place(calibration.points[k], l, h) for h, k in enumerate(row)] for l, row in enumerate(rows.tolist())]
             )
         choice.append(phases)
-    return PointTable(tuple(points.values()), choice, tuple(bounds))
+    return PointTable(tuple(points.values()), tuple(choice), tuple(bounds))

@@ -1,9 +1,7 @@
-"""Choosing δ from one dense generation: how alike reused masks would be to fresh ones, against how many are
-reused.
+"""Choosing δ from one dense generation: how alike reused masks would be to fresh ones, against how many are reused.
 
-A `MaskProbe` rides along with a dense generation and keeps, for every layer, branch, step and head, the
-features that anchors hold and the mask the backbone would predict. Temporal mask reuse is then replayed on
-paper for any δ.
+A `MaskProbe` rides along with a dense generation and keeps, for every layer, branch, step and head, the features that
+anchors hold and the mask the backbone would predict. Temporal mask reuse is then replayed on paper for any δ.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..masks import BlockMask, pack_bits, unpack_bits
+from ..masks import Mask, pack_bits, unpack_bits
 from ..online import reuse
 from ..online.call import CallContext, Handler
 from ..online.predict import predict
@@ -39,12 +37,12 @@ class Track:
     def iou(self) -> Tensor:
         """Intersection over union of the masks of any two steps, [H, S, S]."""
         packed = torch.stack(self.masks, 1)  # [H, S, m]
-        found = []
+        ratios = []
         for head in packed:
             flags = unpack_bits(head, self.entries).float()  # [S, entries]
             both, size = flags @ flags.T, flags.sum(1)
-            found.append(both / (size[:, None] + size[None, :] - both).clamp(min=1))
-        return torch.stack(found)
+            ratios.append(both / (size[:, None] + size[None, :] - both).clamp(min=1))
+        return torch.stack(ratios)
 
 
 class MaskProbe(Handler):
@@ -64,8 +62,7 @@ class MaskProbe(Handler):
 
     def _note(self, call: CallContext, b: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         item = call.item + b
-        key = (call.transformer, call.layer, call.branch, item)
-        track = self.tracks.setdefault(key, Track(call.layer))
+        track = self.tracks.setdefault((call.transformer, call.layer, call.branch, item), Track(call.layer))
         backbone = self.backbone.scaled_to(q.shape[2]) if self.scale else self.backbone
         if track.memory is None:
             track.memory = backbone.new_state()
@@ -81,23 +78,20 @@ class MaskProbe(Handler):
         track.features.append(reuse.features(q, k, "mean", seen).cpu())
 
 
-def _flags(mask: Any) -> Tensor:
+def _flags(mask: Mask) -> Tensor:
     """A mask as bool [H, entries] that can be compared from step to step: blocks, or pairs of sampled tokens."""
-    if isinstance(mask, BlockMask):
-        return mask.blocks[0].flatten(1)
+    if mask.block_shape is not None:  # the same groups of tokens at every step
+        return mask.flags[0].flatten(1)
     generator = torch.Generator().manual_seed(0)  # the same tokens at every step
-    rows, cols = (torch.randint(n, (m,), generator=generator) for n, m in zip((mask.n_q, mask.n_k), SAMPLE))
-    q_labels = mask.q_labels[0][:, rows.to(mask.device)].long()  # [H, rows]
-    k_labels = mask.k_labels[0][:, cols.to(mask.device)].long()
-    heads = torch.arange(q_labels.shape[0], device=mask.device).view(-1, 1, 1)
-    return mask.map[0][heads, q_labels[:, :, None], k_labels[:, None, :]].flatten(1)
+    queries, keys = (torch.randint(n, (m,), generator=generator) for n, m in zip((mask.n_q, mask.n_k), SAMPLE))
+    return mask.rows(queries, keys)[0].flatten(1)
 
 
 # ---------------------------------------- replay
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """What one δ gives: share of masks reused, and how alike they are to fresh ones."""
 
     delta: float
@@ -124,18 +118,18 @@ def replay(track: Track, iou: Tensor, policy: TMR) -> tuple[int, int, float]:
     return reused, heads * (len(track.steps) - 1), total
 
 
-def curve(tracks: list[Track], relative: bool, gate: tuple[float, float], points: int = CURVE) -> list[Point]:
+def curve(tracks: list[Track], relative: bool, gate: tuple[float, float], points: int = CURVE) -> list[CurvePoint]:
     """The IoU–reuse curve over δ from the smallest to the largest drift that was seen."""
     ious = [track.iou() for track in tracks]
     return [evaluate(tracks, ious, delta, relative, gate) for delta in _candidates(tracks, relative, points)]
 
 
-def evaluate(tracks: list[Track], ious: list[Tensor], delta: float, relative: bool, gate: tuple) -> Point:
+def evaluate(tracks: list[Track], ious: list[Tensor], delta: float, relative: bool, gate: tuple) -> CurvePoint:
     """One point of the curve."""
     policy = TMR(relative=delta, gate=gate) if relative else TMR(delta=delta, gate=gate)
     counts = [replay(track, iou, policy) for track, iou in zip(tracks, ious)]
     reused, total, alike = (sum(c[i] for c in counts) for i in range(3))
-    return Point(delta, reused / total, alike / reused if reused else 1.0, (alike + total - reused) / total)
+    return CurvePoint(delta, reused / total, alike / reused if reused else 1.0, (alike + total - reused) / total)
 
 
 def _candidates(tracks: list[Track], relative: bool, points: int) -> list[float]:
@@ -150,10 +144,10 @@ def _candidates(tracks: list[Track], relative: bool, points: int) -> list[float]
     return sorted({float(f"{x:.3g}") for x in quantiles.tolist()})
 
 
-def choose(points: list[Point], target: float) -> Point:
+def choose(points: list[CurvePoint], target: float) -> CurvePoint:
     """The most reuse among those whose reused masks are at least as alike as wanted; δ=0 if none is."""
     good = [p for p in points if p.iou >= target]
-    return max(good, key=lambda p: (p.reuse, p.delta)) if good else Point(0.0, 0.0, 1.0, 1.0)
+    return max(good, key=lambda p: (p.reuse, p.delta)) if good else CurvePoint(0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass
@@ -162,13 +156,14 @@ class Tuned:
 
     delta: float | list[float]
     relative: bool
-    point: Point
-    points: list[Point]
-    layers: list[Point] | None = None  # one choice a layer, where that was asked for
+    point: CurvePoint
+    points: list[CurvePoint]
+    layers: list[CurvePoint] | None = None  # one choice a layer, where that was asked for
 
     def policy(self, gate: tuple[float, float] = (0.4, 0.8)) -> TMR:
         """The policy to use."""
-        return TMR(relative=self.delta, gate=gate) if self.relative else TMR(delta=self.delta, gate=gate)
+        delta = self.delta if isinstance(self.delta, float) else tuple(self.delta)
+        return TMR(relative=delta, gate=gate) if self.relative else TMR(delta=delta, gate=gate)
 
 
 def tune(
@@ -193,5 +188,7 @@ def tune(
     policy = TMR(relative=limits, gate=gate) if relative else TMR(delta=limits, gate=gate)
     counts = [replay(t, iou, policy) for t, iou in zip(tracks, ious)]
     reused, total, alike = (sum(c[i] for c in counts) for i in range(3))
-    whole = Point(float("nan"), reused / total, alike / reused if reused else 1.0, (alike + total - reused) / total)
+    whole = CurvePoint(
+        float("nan"), reused / total, alike / reused if reused else 1.0, (alike + total - reused) / total
+    )
     return Tuned(list(limits), relative, whole, points, layers)

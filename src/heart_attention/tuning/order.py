@@ -40,7 +40,9 @@ class OrderProbe(Handler):
         self, backbone: Any, thresholds: list[list[tuple[float, ...]]], steps: Collection[int], kernel: str = "auto"
     ) -> None:
         if backbone.block_tokens is None:
-            raise HeartError(f"{backbone.name} has no blocks of tokens, so no order suits it better: use xattention")
+            raise HeartError(
+                f"{backbone.name} has no blocks of tokens, so no order suits it better: use one with blocks"
+            )
         self.backbone, self.thresholds, self.steps, self.kernel = backbone, thresholds, frozenset(steps), kernel
         self.names: tuple[str, ...] = ()
         self.notes: dict[tuple[int, int], list[Tensor]] = {}  # of (transformer, layer): [4, orders, H] each
@@ -56,20 +58,21 @@ class OrderProbe(Handler):
         return out
 
     def _note(self, call: CallContext, text: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        grid, block = tuple(call.grid), self.backbone.block_tokens  # type: ignore[arg-type]
+        grid, block = call.grid, self.backbone.block_tokens
+        assert grid is not None and block is not None
         text = text if text is not None and text.prompt + text.unused else None
         self.names = token_order.candidates(grid, block)
         tau = list(self.thresholds[call.transformer][call.layer])
         nearer = [1 - (1 - t) / 2 if t < 1 else t for t in tau]
-        found = []
+        trials = []
         for name in self.names:
             order = token_order.permutation(name, grid, q.shape[2], text, block)
             if order is None:
                 return
             order = order.to(q.device)
-            found.append([x for taus in (tau, nearer) for x in self._trial(q, k, v, out, taus, text, grid, order)])
+            trials.append([x for taus in (tau, nearer) for x in self._trial(q, k, v, out, taus, text, grid, order)])
         key = (call.transformer, call.layer)
-        self.notes.setdefault(key, []).append(torch.stack([torch.stack(x) for x in found], 1))
+        self.notes.setdefault(key, []).append(torch.stack([torch.stack(x) for x in trials], 1))
 
     def _trial(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tau: list[float], text: Any, grid: Any, order: Tensor
@@ -78,8 +81,8 @@ class OrderProbe(Handler):
         orders = token_order.CallOrders(order)
         mask = predict(self.backbone, q, k, v, tau, self.backbone.new_state(), text, orders=orders, grid=grid)
         kernel = kernels.choose(mask, q, self.kernel)
-        made = kernel.run(kernel.plan(mask), q, k, v)
-        error, size = (x[:, :, order].float().square().sum((0, 2, 3)) for x in (made - out, out))
+        sparse = kernel.run(kernel.plan(mask), q, k, v)
+        error, size = (x[:, :, order].float().square().sum((0, 2, 3)) for x in (sparse - out, out))
         return mask.density()[0].cpu(), (error / size.clamp(min=1e-30)).double().cpu()
 
 
@@ -122,8 +125,8 @@ def tune(probe: OrderProbe, keep: float = 1.0) -> Tuned:
         raise HeartError(f"layer {missing[0][1]} of transformer {missing[0][0]} was not looked at: give more steps")
     taus = {key: _thresholds(mean, picks[key], probe.thresholds[key[0]][key[1]], keep) for key, mean in means.items()}
     names = {key: tuple(probe.names[i] for i in pick) for key, pick in picks.items()}
-    each = [tuple(tuple(x[t, n] for n in range(layers)) for t in range(transformers)) for x in (names, taus)]
-    order, thresholds = each if transformers > 1 else (x[0] for x in each)
+    tables = [tuple(tuple(x[t, n] for n in range(layers)) for t in range(transformers)) for x in (names, taus)]
+    order, thresholds = tables if transformers > 1 else (x[0] for x in tables)
     return Tuned(order, thresholds, *_gain(means, picks), sum(map(len, probe.notes.values())))
 
 
@@ -146,7 +149,7 @@ def _thresholds(mean: Tensor, pick: list[int], tau: tuple[float, ...], keep: flo
 
     Two points of a head's density are known. Above the first, density goes about as log(1 - τ); below, as a power of τ.
     """
-    found = []
+    thresholds = []
     for h, (i, t) in enumerate(zip(pick, tau)):
         density, more, wanted = float(mean[0, i, h]), float(mean[2, i, h]), keep * float(mean[0, 0, h])
         if t < 1 and more - density > 1e-3:
@@ -154,8 +157,8 @@ def _thresholds(mean: Tensor, pick: list[int], tau: tuple[float, ...], keep: flo
                 t = 1 - (1 - t) * 0.5 ** ((wanted - density) / (more - density))
             elif wanted < density:
                 t *= (wanted / density) ** (math.log((1 + 1 / t) / 2) / math.log(more / density))
-        found.append(min(max(t, LEAST), MOST) if t < 1 else t)
-    return tuple(found)
+        thresholds.append(min(max(t, LEAST), MOST) if t < 1 else t)
+    return tuple(thresholds)
 
 
 def _gain(means: dict, picks: dict) -> tuple[float, float, float]:

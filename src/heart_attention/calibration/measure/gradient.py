@@ -151,7 +151,7 @@ def _at_choice(trials: Trials, choice: Sequence[int]) -> Tensor:
 
 
 def differentiate(
-    replay: Replay, context: Context, spec: Spec, choice: Choice, measure: errors.QuadraticError, seed: int,
+    replay: Replay, context: Context, spec: Spec, choice: Choice, measure: errors.ErrorMeasure, seed: int,
     draw: int = 0,
 ) -> Pass:  # fmt: skip
     """One forward at `choice`, one backward with all cotangents (only the random ones at the dense assignment)."""

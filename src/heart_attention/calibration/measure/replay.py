@@ -129,7 +129,9 @@ class Replay:
         from ...models import attachment
 
         self.transformer, self.handler = transformer, ReplayHandler()
-        self.attachment = attachment.attach(transformer, self.handler, scheduler=scheduler)
+        self.attachment: attachment.Attachment | None = attachment.attach(
+            transformer, self.handler, scheduler=scheduler
+        )
         self.layers = list(self.attachment.layers)
         paths = [block_path(transformer, info.name) for info in self.layers]
         lists = {p.rsplit(".", 1)[0] for p in paths}

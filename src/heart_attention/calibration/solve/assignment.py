@@ -139,7 +139,7 @@ def rounding(problem: Problem, price: float) -> float:
     rows = np.arange(len(least))
     size = math.fsum(cost[rows, least] + price * np.abs(problem.gain[rows, least]))
     size += price * abs(problem.need)
-    return 4 * np.finfo(np.float64).eps * size
+    return 4 * float(np.finfo(np.float64).eps) * size
 
 
 def _moves(problem: Problem, x: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -305,13 +305,13 @@ def _meet(
     cost = (two.paid + price * two.gain)[order]
     least = np.minimum.accumulate(cost)
     where = np.maximum.accumulate(np.where(cost == least, np.arange(len(cost)), 0))
-    count = np.searchsorted(-two.gain[order], one.gain - need + 1e-13 * len(x), side="right")
+    count = np.asarray(np.searchsorted(-two.gain[order], one.gain - need + 1e-13 * len(x), side="right"))
     partner = where[np.maximum(count - 1, 0)]
     total = np.where(count > 0, one.paid + price * one.gain + cost[partner], np.inf)
     best, best_cost = x, problem.total_cost(x)
-    for state in np.argsort(total, kind="stable")[:16]:  # the first within the budget is best, up to rounding
+    for state in np.argsort(total, kind="stable")[:16].tolist():  # the first within the budget is best, up to rounding
         trial = fixed.copy()
-        one.put(trial, int(state))
+        one.put(trial, state)
         two.put(trial, int(order[partner[state]]))
         if count[state] and problem.feasible(trial) and (value := problem.total_cost(trial)) < best_cost:
             best, best_cost = trial, value

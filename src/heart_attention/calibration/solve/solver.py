@@ -283,7 +283,7 @@ def _by_threshold(E: np.ndarray, tau: np.ndarray | None, most: float, tolerance:
         raise HeartError("the integer DP needs thresholds with at most six decimals: use method 'exact'")
     if grid and (method == "dp" or (method == "exact" and capacity * E.size <= _CELLS)):
         x = _integer_dp(problem.cost, grid.steps, capacity)
-        return x, 4 * np.finfo(np.float64).eps * problem.total_cost(x), True, budget, "dp"
+        return x, 4 * float(np.finfo(np.float64).eps) * problem.total_cost(x), True, budget, "dp"
     return *_run(problem, method), budget, method
 
 

@@ -46,16 +46,16 @@ class TimeModel:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Any) -> TimeModel:
+    def from_dict(cls, data: dict[str, Any]) -> TimeModel:
         """The model that `to_dict` described; anything odd is refused."""
-        kinds = {"kind": str, "digest": str, "refresh": float, "scale_clusters": bool}
+        kinds: dict[str, type] = {"kind": str, "digest": str, "refresh": float, "scale_clusters": bool}
         names = list(cls.__dataclass_fields__)
         if not isinstance(data, dict) or set(data) != set(names):
             raise HeartError(f"times need {', '.join(names)}: calibrate again")
         for name in names:
-            value, kind = data[name], kinds.get(name, int)
-            if type(value) is not kind or (kind in (int, float) and not 0 <= value < 1 << 40):
-                raise HeartError(f"the time model's {name} is {str(value)[:40]}: calibrate again")
+            kind = kinds.get(name, int)
+            if type(data[name]) is not kind or (kind in (int, float) and not 0 <= data[name] < 1 << 40):
+                raise HeartError(f"the time model's {name} is {str(data[name])[:40]}: calibrate again")
         return cls(**data)
 
     def lines(self, points: Sequence[dict[str, Any]], table: CostTable) -> np.ndarray:

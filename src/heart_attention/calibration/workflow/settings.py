@@ -119,7 +119,7 @@ class Settings:
     phases: int = field(
         default=1, metadata=_about(Option("intervals of steps with points of their own (default 1)", int, least=1))
     )
-    budget: Budget = field(
+    budget: Any = field(  # a Budget once it is read
         default=None,
         metadata=_about(
             Option("shared=τ, sparsity=S, threshold=τ or time=T (default shared=0.9)", Budget.parse, metavar="B")
@@ -133,7 +133,7 @@ class Settings:
         default=None,
         metadata=_about(Option("file of heart tune-costs, for time=T (default: what ships)", metavar="FILE.json")),
     )
-    shared: float = field(default=None, metadata=_about(saved=True))
+    shared: Any = field(default=None, metadata=_about(saved=True))  # a number once it is read
     strata: str | None = field(
         default=None,
         metadata=_about(Option("steps to draw from (default: by the method)", choices=("paper", "sparse")), saved=True),
