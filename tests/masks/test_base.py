@@ -104,6 +104,30 @@ def test_join_and_split(mask):
     assert full.shape == (4, 2) and full.flags.all() and full.flags.shape[2:] == mask.flags.shape[2:]
 
 
+def same(one, other):
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in one._per_head)
+
+
+@pytest.mark.parametrize("mask", [random_blocks(0, 50, 16), random_clusters(0, 50)], ids=["block", "cluster"])
+def test_heads_items_and_putting_back(mask):
+    other = type(mask)(**{**vars(mask), **{name: getattr(mask, name).flip(0, 1) for name in mask._per_head}})
+    assert mask.heads([2, 0]).shape == (2, 2)
+    assert same(mask.heads([2, 0]).heads([1]), mask.heads([0]))
+    assert same(mask.heads(torch.tensor([True, False, True])), mask.heads([0, 2]))
+    assert same(mask.item(1).heads([2]), mask.heads([2]).item(1))
+    index = torch.tensor([[True, False, True], [False, True, False]])
+    merged = mask.put(index, other)
+    for b in range(2):
+        for h in range(3):
+            assert same(merged.item(b).heads([h]), (other if index[b, h] else mask).item(b).heads([h]))
+    chosen = mask.map_heads(lambda x: torch.cat([x[0, 0:1], x[0, 2:3], x[1, 1:2]])[None])  # [1, 3] in row-major order
+    assert same(other.put(index, chosen), other.put(index, mask))
+    assert same(mask.put([2, 1], other.heads([2, 1])), mask.put([1, 2], other))
+    assert same(mask.put(torch.zeros(2, 3, dtype=torch.bool), other), mask)
+    with pytest.raises(HeartError, match="all heads or exactly the replaced ones"):
+        mask.put(index, other.heads([0]))
+
+
 # ---------------------------------------- the rest
 
 
