@@ -63,3 +63,19 @@ def ulysses_group(context: Any) -> Any:
 def ulysses_anything(context: Any) -> bool:
     """Whether ranks may hold different numbers of tokens (diffusers from 0.37 on)."""
     return getattr(context, "ulysses_anything", False)
+
+
+def repeated_blocks(transformer: Any) -> list[torch.nn.Module]:
+    """The blocks that diffusers says a transformer repeats, the whole of its depth; empty if it says nothing."""
+    names = getattr(unwrapped(transformer), "_repeated_blocks", None) or []
+    return [module for module in unwrapped(transformer).modules() if type(module).__name__ in names]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def uncompile(module: torch.nn.Module) -> None:
+    """Undo `module.compile()`; torch has no public way."""
+    module._compiled_call_impl = None
