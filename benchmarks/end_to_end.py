@@ -209,6 +209,7 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
     """
     from heart_attention import tiny
     from heart_attention.evaluation import pipelines
+    from heart_attention.evaluation.watch import watch
     from heart_attention.presets import preset
 
     pipe = pipelines.load(model)
@@ -218,7 +219,7 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
     tuned = {tau: tuned_heads(pipe, config.replace(thresholds=tau), call, sampled) for tau in (0.8, 0.9)}
     counter = BlockCounter(config.backbone, tuned[0.9].order, MASSES, sampled)
     texts = tiny.prompts("demo")[:prompts]
-    dense = [*_ride_along(pipe, counter, texts[:1], call)]
+    dense = [frames.float() for frames in watch(pipe, counter, texts[:1], 0, call, "pt")]
     study = {"steps": list(sampled), "order": tuned[0.9].order, "tuned_error": tuned[0.9].error}
     for name in ("exact", "predicted"):
         study[name] = {p: {o: _mean(getattr(counter, name)[o, p]) for o in ORDERS} for p in MASSES}
@@ -239,23 +240,13 @@ def tuned_heads(pipe: Any, config: Any, call: dict, steps: tuple[int, ...]) -> A
     """An order and a threshold for every head, as many blocks as in raster order; from two calibration prompts."""
     from heart_attention import tiny
     from heart_attention.cli.tune import thresholds_of
+    from heart_attention.evaluation.watch import watch
     from heart_attention.tuning import order
 
     looked = [step for step in steps if step >= config.dense_steps]
     probe = order.OrderProbe(config.backbone, thresholds_of(pipe, config), looked)
-    _ride_along(pipe, probe, tiny.prompts("calibration")[:2], call)
+    watch(pipe, probe, tiny.prompts("calibration")[:2], 0, call)
     return order.tune(probe)
-
-
-def _ride_along(pipe: Any, handler: Any, texts: list[str], call: dict) -> list[torch.Tensor]:
-    from heart_attention.models import attachment
-
-    attached = attachment.attach_pipeline(pipe, handler)
-    try:
-        return [_frames(pipe, text, call) for text in texts]
-    finally:
-        for one in attached:
-            one.detach()
 
 
 def _quality(pipe, config, order: str, tau: float, texts: list[str], dense: list[torch.Tensor], call: dict) -> dict:

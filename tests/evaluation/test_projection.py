@@ -110,6 +110,8 @@ def test_measured_densities(capsys, tmp_path):
     ]
     path.write_text(json.dumps({"rows": rows}))
     found = json.loads(command(capsys, "--results", str(path), "--json"))["rows"]
+    fewer = json.loads(command(capsys, "--results", str(path), "--json", "--dense-steps", "0"))["rows"]
+    assert fewer[1]["attention_s"] < found[1]["attention_s"]  # the option counts here too
     assert [r["method"] for r in found] == ["dense", "xattention", "svg2+heart"]
     assert (found[2]["density"], found[2]["refresh"]) == (pytest.approx(0.3), pytest.approx(0.4))
     assert (found[1]["density"], found[1]["refresh"]) == (0.2, 1.0)

@@ -247,7 +247,9 @@ def validation() -> list[dict[str, Any]]:
     return rows
 
 
-def from_results(path: Path, models: list[Model], devices: list[Device]) -> list[Projection]:
+def from_results(
+    path: Path, models: list[Model], devices: list[Device], dense_steps: int = DENSE_STEPS, share: float | None = None
+) -> list[Projection]:
     """What the densities and refresh rates measured in a results file would give on real models."""
     data = read_json(path, RESULTS_LIMIT)
     rows = data.get("rows") if isinstance(data, dict) else None
@@ -264,20 +266,20 @@ def from_results(path: Path, models: list[Model], devices: list[Device]) -> list
                 density = sum(r["density"] for r in measured) / len(measured)
                 rates = [r["refresh_rate"] for r in measured if r.get("refresh_rate") is not None]
                 refresh = sum(rates) / len(rates) if rates else 1.0
-                backbone = "svg2" if method.startswith("svg2") else "xattention"
-                found.append(project(model, device, density, refresh, backbone, method=method))
+                backbone = method.partition("+")[0]
+                found.append(project(model, device, density, refresh, backbone, dense_steps, share, method=method))
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `heart project`."""
-    parser.add_argument("--model", choices=[*MODELS, "all"], default="wan2.1-1.3b")
-    parser.add_argument("--gpu", choices=[*DEVICES, "all"], default="a800")
+    parser.add_argument("--model", choices=[*MODELS, "all"], default="wan2.1-1.3b", help="which model")
+    parser.add_argument("--gpu", choices=[*DEVICES, "all"], default="a800", help="which GPU")
     parser.add_argument("--density", type=float, default=0.3, help="kept share of token pairs in sparse steps")
     parser.add_argument("--refresh", type=float, default=1.0, help="share of masks predicted anew (1: no reuse)")
     parser.add_argument("--backbone", choices=["xattention", "svg2"], default="xattention")
     parser.add_argument("--steps", type=int, help="denoising steps (default: the model's 50)")
-    parser.add_argument("--dense-steps", type=int, default=DENSE_STEPS)
+    parser.add_argument("--dense-steps", type=int, default=DENSE_STEPS, help="first steps that stay dense")
     parser.add_argument(
         "--prediction-share",
         type=float,
@@ -299,7 +301,7 @@ def run(args: argparse.Namespace) -> int:
     models = [m if args.steps is None else replace(m, steps=args.steps) for m in _chosen(MODELS, args.model)]
     devices = _chosen(DEVICES, args.gpu)
     if args.results:
-        found = from_results(args.results, models, devices)
+        found = from_results(args.results, models, devices, args.dense_steps, args.prediction_share)
     else:
         found = [
             project(m, d, args.density, args.refresh, args.backbone, args.dense_steps, args.prediction_share)

@@ -31,18 +31,29 @@ class Watcher(Handler):
 
 
 @torch.no_grad()
-def watch(pipe: Any, watcher: Handler | Visit, prompts: Sequence[str], seed: int, call: dict[str, Any]) -> None:
-    """Generations without decoding, in which a handler (or `visit(call, q, k, v, out)`) sees each attention call.
+def watch(
+    pipe: Any,
+    watcher: Handler | Visit,
+    prompts: Sequence[str],
+    seed: int,
+    call: dict[str, Any],
+    output_type: str = "latent",
+) -> list[Any]:
+    """Generations in which a handler (or `visit(call, q, k, v, out)`) sees each attention call; the videos.
 
-    All prompts start from the same `seed`.
+    All prompts start from the same `seed`; nothing is decoded unless `output_type` asks for it.
     """
     from ..models.attachment import attach_pipeline
 
     handler = watcher if isinstance(watcher, Handler) else Watcher(watcher)
     attached = attach_pipeline(pipe, handler)
     try:
-        for prompt in prompts:
-            pipe(prompt=prompt, generator=torch.Generator("cpu").manual_seed(seed), output_type="latent", **call)
+        return [
+            pipe(
+                prompt=prompt, generator=torch.Generator("cpu").manual_seed(seed), output_type=output_type, **call
+            ).frames
+            for prompt in prompts
+        ]
     finally:
         for one in attached:
             one.detach()

@@ -88,7 +88,8 @@ def _heads_section(method: str, stats: dict) -> dict | None:
         def tip(layer: int, head: int, value: float | None, title: str = title) -> str:
             return f"layer {layer}, head {head}: {title} " + ("dense" if value is None else f"{value:.3f}")
 
-        svg = plots.heat_map(values, tip, f"{title} of {method}", "layer", "head", low, high)
+        cell = min(40.0, max(14.0, 300 / max(len(row) for row in values)))
+        svg = plots.heat_map(values, tip, f"{title} of {method}", "layer", "head", low, high, cell)
         maps.append({"title": title, "meaning": meaning, "svg": svg})
     rows = [(f"{i}.{j}", states) for i, layer in enumerate(heads["timeline"]) for j, states in enumerate(layer)]
     return {"method": method, "maps": maps, "timeline": plots.timeline(rows, f"refreshes of {method} over the steps")}

@@ -62,7 +62,7 @@ STATES = {"d": ("dense", "var(--none)"), "n": ("new mask", "var(--accent)"), "r"
 def timeline(rows: Sequence[tuple[str, str]], label: str) -> str:
     """One line a head, one cell a step: dense, new mask, or mask reused; `rows` are (name, one letter a step)."""
     steps = max((len(states) for _, states in rows), default=1)
-    cell, line, left = max(5.0, min(16.0, 760 / steps)), 9.0, 64.0
+    cell, line, left = max(5.0, min(28.0, 900 / steps)), 11.0, 64.0
     body = []
     for i, (name, states) in enumerate(rows):
         if i % max(1, len(rows) // 24) == 0:
