@@ -12,6 +12,10 @@ def register(commands) -> None:
     report = add_command(commands, "report", "one HTML file from a results folder", run_report)
     report.add_argument("folder", metavar="DIR", help="what compare, demo or ablate wrote")
     report.add_argument("--out", metavar="FILE.html", help="the page's name (default: report.html in the folder)")
+    report.add_argument(
+        "--animation", metavar="FILE.webp", help="also the first prompt's videos side by side (.webp, .gif)"
+    )
+    report.add_argument("--plot", metavar="FILE.svg", help="also speed against quality as a picture")
 
     fetch = add_command(commands, "fetch-weights", "put metric weights or prompts into the user's cache", run_fetch)
     fetch.add_argument("what", choices=["lpips", "vbench"], help="LPIPS networks, or VBench's prompt suite")
@@ -25,9 +29,13 @@ def register(commands) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     """Write the page and say where."""
-    from ..evaluation.report import report
+    from ..evaluation.report import picture, report
 
     print(report(args.folder, args.out))
+    if args.animation:
+        print(picture.animation(args.folder, args.animation))
+    if args.plot:
+        print(picture.front(args.folder, args.plot))
     return 0
 
 
