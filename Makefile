@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test test-all lint bench gpu-evidence docs tiny clean
+.PHONY: demo test test-all lint bench reproduce gpu-evidence docs tiny clean
 
 # torch comes first and alone: with it in place nothing later asks for another build of it.
 $(STAMP): pyproject.toml constraints.txt
@@ -32,6 +32,15 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/predict.py
 	$(BIN)/python benchmarks/end_to_end.py
+
+# The paper's tables and figures on the embedded model; a stopped run goes on.
+reproduce: $(STAMP)
+	$(BIN)/heart fetch-weights lpips
+	$(BIN)/heart study all --out runs/study --docs docs/reproduction.md
+	$(BIN)/heart ablate all --quick --steps 25 --seeds 0,1 --out runs/ablate --docs docs/reproduction.md
+	$(BIN)/heart compare --limit 4 --out runs/compare \
+		--methods dense,xattention,xattention+tmr,xattention+heart,xattention+joint,svg2,svg2+tmr,svg2+heart,svg2+joint
+	$(BIN)/heart report runs/compare
 
 gpu-evidence: $(STAMP)
 	$(BIN)/python benchmarks/gpu_evidence.py --write docs/gpu-evidence.md

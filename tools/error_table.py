@@ -53,7 +53,7 @@ def table() -> str:
     for name, texts in errors().items():
         lines += [f"\n### `{name}`\n", "| it says | do this |", "|---|---|"]
         lines += [
-            "| " + " | ".join(part.replace("|", "\\|").replace("<", "&lt;") for part in split(t)) + " |" for t in texts
+            "| " + " | ".join(part.replace("|", "\\|").replace("<", "&lt;").replace("[", "&#91;") for part in split(t)) + " |" for t in texts
         ]
     return "\n".join(lines) + "\n"
 
