@@ -47,14 +47,17 @@ def split(text: str) -> tuple[str, str]:
     return (text[:at], text[at + 2 :]) if at > 0 else (text, "the sentence says all there is")
 
 
+def escaped(text: str) -> str:
+    """As text of a Markdown table, without links or tags."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("[", "&#91;")
+
+
 def table() -> str:
     """The whole table as Markdown."""
     lines = []
     for name, texts in errors().items():
         lines += [f"\n### `{name}`\n", "| it says | do this |", "|---|---|"]
-        lines += [
-            "| " + " | ".join(part.replace("|", "\\|").replace("<", "&lt;").replace("[", "&#91;") for part in split(t)) + " |" for t in texts
-        ]
+        lines += ["| " + " | ".join(map(escaped, split(text))) + " |" for text in texts]
     return "\n".join(lines) + "\n"
 
 

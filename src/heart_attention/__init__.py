@@ -27,7 +27,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time names are l
     )
     from .backbones import EAR, PISA, SVG2, Backbone, Sparge, XAttention
     from .calibration.file import Calibration
+    from .calibration.workflow.calibrate import calibrate
     from .config import HeartConfig, Point, PointTable
+    from .evaluation.compare import compare
+    from .evaluation.metrics import register_metric
+    from .evaluation.report import report
     from .kernels.registry import register_kernel
     from .masks import BlockMask, ClusterMask, Text
     from .models import register_family
@@ -58,6 +62,8 @@ _PUBLIC = {
     "Warmup": "online.reuse",
     "XAttention": "backbones",
     "attention": "api",
+    "calibrate": "calibration.workflow.calibrate",
+    "compare": "evaluation.compare",
     "disable": "api",
     "enable": "api",
     "enabled": "api",
@@ -66,7 +72,9 @@ _PUBLIC = {
     "register_error": "api",
     "register_family": "models",
     "register_kernel": "kernels.registry",
+    "register_metric": "evaluation.metrics",
     "register_policy": "api",
+    "report": "evaluation.report",
     "stats": "api",
 }
 _MODULES = ("backbones", "calibration", "kernels", "masks", "models", "tiny")
@@ -96,7 +104,9 @@ __all__ = [
     "__version__",
     "attention",
     "backbones",
+    "calibrate",
     "calibration",
+    "compare",
     "disable",
     "enable",
     "enabled",
@@ -107,7 +117,9 @@ __all__ = [
     "register_error",
     "register_family",
     "register_kernel",
+    "register_metric",
     "register_policy",
+    "report",
     "stats",
     "tiny",
 ]

@@ -116,11 +116,12 @@ def test_dense_must_come_first(tiny_pipe, small_call, tmp_path):
         run.run(tiny_pipe, chosen, ["x"], [0], run.Setting("tiny", small_call), tmp_path)
 
 
-def test_calls_that_ran_dense_count_as_density_one(tiny_pipe):
-    config = methods.build("xattention", tiny_pipe, "tiny").config.replace(dense_steps=1)
-    record = {"steps": [0, 1, 2], "dense": [[True, True, False]], "density": [[[1.0, 1.0], [1.0, 1.0], [0.2, 0.4]]]}
-    share, density = run.sparse_phase({"records": [record]}, config)
-    assert share == 0.5 and density == pytest.approx((1 + 1 + 0.2 + 0.4) / 4)
+def test_calls_that_ran_dense_count_as_density_one(tiny_pipe, small_call):
+    """Without force, 256 tokens are too few: every call of the sparse phase falls back, and the row says so."""
+    chosen = methods.build("xattention", tiny_pipe, "tiny")
+    row = run.generate(tiny_pipe, chosen, PROMPT, 0, run.Setting("tiny", small_call))[1]
+    assert row["dense_share"] == 1.0 and row["density"] == 1.0 and row["refresh_rate"] is None
+    assert sum(row["dense_reasons"].values()) == 2 * 2 * 6 and "warm-up step" not in row["dense_reasons"]
 
 
 def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):

@@ -138,7 +138,6 @@ def generate(
 
 
 def _row(method: Method, prompt: str, seed: int, stats: dict, steps: list[float], wall: float) -> dict:
-    dense_share, density = sparse_phase(stats, method.config)
     return {
         "method": method.name,
         "prompt": prompt,
@@ -147,37 +146,16 @@ def _row(method: Method, prompt: str, seed: int, stats: dict, steps: list[float]
         "total_s": sum(steps),
         "wall_s": wall,
         "steps_s": [round(s, 6) for s in steps],
-        "density": density,
-        "dense_share": dense_share,
+        "density": stats["density_with_fallbacks"],
+        "dense_share": stats["fallback_share"],
         "refresh_rate": stats["refresh_rate"],
-        "cost": stats.get("cost"),
-        "dense_reasons": dict(stats.get("fallbacks") or stats.get("dense_reasons") or {}),
+        "cost": stats["cost"],
+        "dense_reasons": dict(stats["fallbacks"]),
+        "kernel": ", ".join(stats["kernels"]),
+        "cost_table": stats["cost_table"],
         "parts_s": stats["time"],
         "stats": stats,
     }
-
-
-def sparse_phase(stats: dict, config: Any) -> tuple[float | None, float | None]:
-    """Of the calls after the dense steps and layers: the share that ran dense, and the density with those counted as 1."""
-    if "density_with_fallbacks" in stats:
-        return stats["fallback_share"], stats["density_with_fallbacks"]
-    steps, layers = config.dense_steps, config.dense_layers
-    dense, densities = [], []
-    for record in stats.get("records") or []:
-        for layer, (flags, values) in enumerate(zip(record["dense"], record["density"])):
-            for step, ran_dense, heads in zip(record["steps"], flags, values):
-                if ran_dense is None or step < steps or layer < layers:
-                    continue
-                dense.append(bool(ran_dense))
-                densities += [1.0 if ran_dense else d for d in heads if ran_dense or d is not None]
-    if not dense or (all(dense) and method_is_dense(config)):
-        return None, None
-    return sum(dense) / len(dense), sum(densities) / len(densities)
-
-
-def method_is_dense(config: Any) -> bool:
-    """Whether a config asks for dense attention everywhere."""
-    return isinstance(config.thresholds, float) and config.thresholds >= 1
 
 
 # ---------------------------------------- records
@@ -213,21 +191,12 @@ def _save_record(row: dict, frames: np.ndarray, setting: Setting, out: Path, nam
     """Write the videos and statistics of a generation, then its record."""
     stats = row.pop("stats")
     row["stats"], row["video"], row["lossless"] = f"stats/{name}.json", f"videos/{name}.mp4", f"videos/{name}.mkv"
-    row["kernel"] = str(stats.get("kernel") or method_kernel(stats))
     write_json(out / row["stats"], stats)
     video.write_mp4(out / row["video"], frames, setting.fps)
     video.write_lossless(out / row["lossless"], frames, setting.fps)
     row["bytes"] = {row[k]: (out / row[k]).stat().st_size for k in ("video", "lossless")}
     write_json(out / "records" / f"{name}.json", row)
     return row
-
-
-def method_kernel(stats: dict) -> str:
-    """The kernel that served, as the statistics or the config tell it."""
-    used = stats.get("kernels")
-    if isinstance(used, dict) and used:
-        return ", ".join(used)
-    return str(((stats.get("config") or {}).get("_data") or {}).get("kernel", "auto"))
 
 
 def _measure(row: dict, reference: str, setting: Setting, out: Path, name: str) -> dict:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heart_attention.backbones import SVG2, XAttention
+from heart_attention import SVG2, HeartConfig, XAttention
 from heart_attention.evaluation.studies import adjacent, drift, iou, timesteps
 
 
@@ -39,20 +39,20 @@ def test_iou():
     assert adjacent.iou(a, b).tolist() == [pytest.approx(1 / 3), 0.0]
 
 
-BACKBONES = {"xattention": XAttention(8, 64), "svg2": SVG2(8, 16)}
+CONFIGS = {"xattention": HeartConfig(XAttention(8, 64)), "svg2": HeartConfig(SVG2(8, 16))}
 
 
 @pytest.fixture(scope="module")
 def table(tiny_pipe, small_call):
     call = {**small_call, "num_inference_steps": 4}
-    return adjacent.collect(tiny_pipe, BACKBONES, call, ["a red circle moves right on a blue background"])
+    return adjacent.collect(tiny_pipe, CONFIGS, call, ["a red circle moves right on a blue background"])
 
 
 def test_one_pass_measures_everything(table, tiny_pipe):
     layers, heads = tiny_pipe.transformer.config.num_layers, tiny_pipe.transformer.config.num_attention_heads
     assert table.token_iou.shape == (1, 3, layers, heads)  # three pairs of neighbouring steps
     assert ((table.token_iou > 0) & (table.token_iou <= 1)).all()
-    for name in BACKBONES:
+    for name in CONFIGS:
         density, masks = table.density[name], table.mask_iou[name]
         assert density.shape == (1, 4, layers, heads) and ((density > 0) & (density <= 1)).all()
         assert masks.shape == table.token_iou.shape and ((masks > 0) & (masks <= 1)).all()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...files import read_json, write_json
+from ...online.predict import predict
 from ...online.reuse import drift, features
 from ..watch import watch
 from . import common
@@ -78,19 +79,19 @@ def iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _Collector:
     """Visits a generation and compares each step's masks and features with the step before; video tokens only."""
 
-    def __init__(self, backbones: dict[str, Any], threshold: float, seed: int) -> None:
-        self.backbones, self.threshold, self.seed = backbones, threshold, seed
+    def __init__(self, configs: dict[str, Any], threshold: float, seed: int) -> None:
+        self.configs, self.threshold, self.seed = configs, threshold, seed
         self.states: dict[tuple[str, int], Any] = {}
         self.last: dict[int, tuple] = {}
         self.values: dict[tuple[str, int, int], np.ndarray] = {}
 
     def __call__(self, call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         """One attention call, q, k [B, H, N, D]; the first batch item is looked at."""
-        q, k = video_tokens(call, q), video_tokens(call, k)  # [1, H, video, D]
+        q, k, v = (video_tokens(call, x) for x in (q, k, v))  # [1, H, video, D]
         generator = torch.Generator().manual_seed(self.seed)
         rows = torch.randperm(q.shape[2], generator=generator)[:ROWS]
         tokens, pooled = token_masks(q, k, rows), features(q.float(), k.float(), "mean")
-        masks = {name: self._predict(name, call, q, k, rows) for name in self.backbones}
+        masks = {name: self._predict(name, call, (q, k, v), rows) for name in self.configs}
         if call.layer in self.last:
             old_tokens, old_masks, old_pooled, old_q, old_k = self.last[call.layer]
             self._put("token_iou", call, iou(old_tokens, tokens))
@@ -100,13 +101,13 @@ class _Collector:
             self._put("full_drift", call, full_drift(q, old_q) + full_drift(k, old_k))
         self.last[call.layer] = (tokens, masks, pooled, q.clone(), k.clone())
 
-    def _predict(self, name: str, call: Any, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _predict(self, name: str, call: Any, qkv: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.Tensor:
         """The rows of a backbone's mask, bool [H, rows, video]; its memory goes on from step to step, as in inference."""
-        backbone = self.backbones[name]
+        backbone = common.fitted(self.configs[name], qkv[0].shape[2])
         state = self.states.setdefault((name, call.layer), backbone.new_state())
-        mask = backbone.predict(q, k, self.threshold, state, key=(call.layer, str(call.branch), 0))
+        mask = predict(backbone, *qkv, self.threshold, state, key=(call.layer, str(call.branch), 0))
         self._put(f"density {name}", call, mask.density()[0])
-        return mask.dense_tokens()[0][:, rows]
+        return mask.rows(rows, torch.arange(qkv[1].shape[2]))[0]
 
     def _put(self, name: str, call: Any, value: torch.Tensor) -> None:
         self.values[name, call.step, call.layer] = value.double().cpu().numpy()
@@ -131,30 +132,30 @@ def full_drift(x: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def collect(
-    pipe: Any, backbones: dict[str, Any], call: dict, prompts: list[str], seed: int = 0, threshold: float = 0.9
+    pipe: Any, configs: dict[str, Any], call: dict, prompts: list[str], seed: int = 0, threshold: float = 0.9
 ) -> Table:
     """Dense generations of all prompts, measured."""
     parts = []
     for i, prompt in enumerate(prompts):
-        collector = _Collector(backbones, threshold, seed)
+        collector = _Collector(configs, threshold, seed)
         watch(pipe, collector, [prompt], seed + i, call)
         parts.append(collector)
 
     def stacked(name: str) -> np.ndarray:
         return np.stack([part.array(name) for part in parts])
 
-    by_backbone = {n: {b: stacked(f"{n} {b}") for b in backbones} for n in ("mask_iou", "density")}
+    by_backbone = {n: {b: stacked(f"{n} {b}") for b in configs} for n in ("mask_iou", "density")}
     return Table(**{name: stacked(name) for name in ARRAYS}, **by_backbone)
 
 
 def cached(pipe: Any, call: dict, prompts: list[str], folder: str | Path, name: str, seed: int = 0) -> Table:
     """The same with the paper's backbones, taken from `folder` if it was measured there with the same settings."""
-    backbones = common.backbones(pipe)
-    settings = {n: b.to_dict() for n, b in backbones.items()}
+    configs = common.configs(pipe)
+    settings = {n: c.to_dict() for n, c in configs.items()}
     key = json.dumps([call, prompts, seed, settings, name, ROWS], sort_keys=True, default=str)
     path = Path(folder) / f"adjacent-{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if path.is_file():
         return Table.from_dict(read_json(path, limit=1 << 30))
-    table = collect(pipe, backbones, call, prompts, seed)
+    table = collect(pipe, configs, call, prompts, seed)
     write_json(path, table.to_dict())
     return table

@@ -13,29 +13,16 @@ from ...files import write_atomic, write_json
 PAPER_BACKBONES = ("xattention", "svg2")  # those that the paper studies
 
 
-def backbones(pipe: Any, names: Sequence[str] = ()) -> dict[str, Any]:
-    """The backbones of the presets for this model by name; those that the paper has unless others are named."""
+def configs(pipe: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+    """The presets for this model by backbone's name; of those that the paper has unless others are named."""
     from ...presets import preset
 
-    found = {}
-    for name in names or PAPER_BACKBONES:
-        config = preset(name, pipe)
-        found[name] = Fitted(config.backbone) if config.scale_clusters else config.backbone
-    return found
+    return {name: preset(name, pipe) for name in names or PAPER_BACKBONES}
 
 
-class Fitted:
-    """A backbone that fits its settings to the number of tokens it is given, as the engine does with `scale_clusters`."""
-
-    def __init__(self, backbone: Any) -> None:
-        self.backbone = backbone
-
-    def predict(self, q: Any, *rest: Any, **more: Any) -> Any:
-        """The mask, with settings for this many tokens."""
-        return self.backbone.scaled_to(q.shape[2]).predict(q, *rest, **more)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backbone, name)
+def fitted(config: Any, tokens: int) -> Any:
+    """A config's backbone as the engine would use it for so many tokens."""
+    return config.backbone.scaled_to(tokens) if config.scale_clusters else config.backbone
 
 
 def draw_layer(layers: int, seed: int) -> int:

@@ -12,7 +12,7 @@ from . import common
 TAUS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 
 
-def measure(pipe, backbone, call: dict, prompts: list[str], steps: list[int], seed: int = 0, taus=TAUS) -> dict:
+def measure(pipe, config, call: dict, prompts: list[str], steps: list[int], seed: int = 0, taus=TAUS) -> dict:
     """Arrays [layer, head, τ]: attention-output error, velocity error (4-band spectral) and sparsity, mean over contexts."""
     from ...calibration.measure.candidates import Spec
     from ...calibration.measure.probes import probe
@@ -22,7 +22,8 @@ def measure(pipe, backbone, call: dict, prompts: list[str], steps: list[int], se
     from ...models.inspect import layers_and_heads, transformers_of
 
     names = {"attention": [], "error": [], "sparsity": []}
-    spec, measure_error = Spec.of(backbone, tuple(taus)), by_name("spectral")
+    spec = Spec.of(config.backbone, tuple(taus), scale_clusters=config.scale_clusters)
+    measure_error = by_name("spectral")
     transformer = transformers_of(pipe)[0]
     heads = layers_and_heads(transformer)[1]
     with Replay(transformer, scheduler=pipe.scheduler) as replay:
@@ -76,14 +77,12 @@ def run(
     names: Sequence[str] = (),
 ) -> dict:
     """Numbers, figure and paragraph, for every backbone that the paper has (or those of these names)."""
-    raw = {
-        n: measure(pipe, backbone, call, prompts, steps, seed) for n, backbone in common.backbones(pipe, names).items()
-    }
+    raw = {n: measure(pipe, c, call, prompts, steps, seed) for n, c in common.configs(pipe, names).items()}
     ours, theirs = {n: _summary(values) for n, values in raw.items()}, None
     if control is not None:
         with control() as other:
-            chosen = common.backbones(other, names).items()
-            theirs = {n: _summary(measure(other, b, call, prompts[:1], steps[:1], seed)) for n, b in chosen}
+            chosen = common.configs(other, names).items()
+            theirs = {n: _summary(measure(other, c, call, prompts[:1], steps[:1], seed)) for n, c in chosen}
     text = " ".join(_paragraph(n, values, theirs and theirs[n]) for n, values in ours.items())
     numbers = {"taus": TAUS, "trained": ours, "control": theirs}
     return common.save(out, "response", numbers, text, lambda plt: _draw(plt, raw))

@@ -1,0 +1,36 @@
+"""The page of figures: rows for every study and backbone, sections that are filled apart."""
+
+import json
+
+from heart_attention.evaluation.studies import reproduction
+
+PAGE = "\n".join(("# P", *reproduction.STUDIES_MARKS, "middle", *reproduction.ABLATIONS_MARKS, "end", ""))
+
+
+def write(folder, name, **numbers):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"study": name, "finding": f"found {name}", **numbers}))
+
+
+def test_rows_for_every_backbone_and_dashes_without_a_control(tmp_path):
+    side = {"xattention": {"swing_mean": 0.125}, "svg2": {"swing_mean": 0.25}}
+    write(tmp_path / "s", "timesteps", trained=side, control=None)
+    write(tmp_path / "s", "frequency", trained={"LL": {"psnr": 30.0}}, control=None, paper={"LL": 28.19})
+    page = tmp_path / "p.md"
+    page.write_text(PAGE)
+    reproduction.fill(page, tmp_path / "s")
+    text = page.read_text()
+    assert "mean, xattention | figure | 0.125 | – | `heart study timesteps`" in text and "svg2 | figure | 0.250" in text
+    assert "| PSNR with noise in LL, dB | 28.19 | 30.00 | – |" in text and "found timesteps" in text
+    assert text.index("found frequency") < text.index("middle") < text.index("end")
+
+
+def test_ablations_fill_their_own_section(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "delta.md").write_text("| table |")
+    (tmp_path / "a" / "delta.finding.txt").write_text("a plateau")
+    page = tmp_path / "p.md"
+    page.write_text(PAGE)
+    reproduction.fill(page, ablations=tmp_path / "a")
+    text = page.read_text()
+    assert text.index("middle") < text.index("| table |") < text.index("a plateau") < text.index("end")
