@@ -156,7 +156,7 @@ def test_a_policy_of_ones_own_works_but_has_no_json():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"backbone": "sparge"}, "no backbone 'sparge'"),
+        ({"backbone": "fastest"}, "no backbone 'fastest'"),
         ({"backbone": 3}, "backbone is 3"),
         ({"reuse": 0.5}, "reuse is 0.5"),
         ({"order": "zigzag"}, "'zigzag'"),

@@ -15,7 +15,11 @@ BUILT_IN = {
     "svg2": (".svg2", "SVG2"),
     "ear": (".ear", "EAR"),
     "pisa": (".pisa", "PISA"),
+    "band": (".band", "Band"),
     "sparge": (".sparge", "Sparge"),
+    "svg": (".svg", "SVG"),
+    "radial": (".radial", "Radial"),
+    "exact": (".exact_mass", "ExactMass"),
 }
 _REGISTERED: dict[str, type] = {}  # users' own
 
@@ -24,7 +28,7 @@ def register(cls: type) -> type:
     """Make a backbone of your own known by its `name`, everywhere; also as a decorator."""
     name = getattr(cls, "name", None)
     if not isinstance(cls, type) or not isinstance(name, str) or not name.isidentifier():
-        raise HeartError(f"cannot register {cls!r}: give a backbone's class with a `name` such as 'band'")
+        raise HeartError(f"cannot register {cls!r}: give a backbone's class with a `name` such as 'mine'")
     if not callable(getattr(cls, "predict", None)) or not callable(getattr(cls, "from_dict", None)):
         raise HeartError(f"the backbone {name!r} has no predict or from_dict: derive it from heart.Backbone")
     known = _REGISTERED.get(name)
