@@ -32,7 +32,7 @@ from gpu_libraries import compile_cudnn
 __all__ = ["Loop", "Usage", "cases", "compile_case", "dense_case", "main"]
 TOLERANCE = 2e-6
 # Instructions a warp and 64 keys, blocks of 128, D=128, bf16: what the inner loop may take at most.
-LIBRARIES = ("cudnn", "flashinfer", "flex")  # kernels that others maintain
+LIBRARIES = ("cudnn", "flashinfer_blocks", "flashinfer", "flex")  # kernels that others maintain
 LOOP_BARS = {"sm_80": 520, "sm_90": 300}
 
 

@@ -16,7 +16,7 @@ def mask():
 
 def test_every_kernel_is_listed_with_its_reasons():
     found = kernels.available()
-    ours = ["cudnn", "flashinfer", "triton", "flex", "cudnn_fp8", "cpu", "gather", "eager"]
+    ours = ["cudnn", "flashinfer_blocks", "flashinfer", "triton", "flex", "cudnn_fp8", "cpu", "gather", "eager"]
     assert list(found) == kernels.names() == ours
     assert found["gather"] == [] and found["eager"] == []
     if not torch.cuda.is_available():
@@ -37,7 +37,9 @@ def test_auto_falls_back_without_a_compiler(mask, monkeypatch):
 
 
 def test_unknown_name(mask):
-    with pytest.raises(HeartError, match="no kernel 'fast': choose one of auto, cudnn, flashinfer, triton, flex"):
+    with pytest.raises(
+        HeartError, match="no kernel 'fast': choose one of auto, cudnn, flashinfer_blocks, flashinfer, triton, flex"
+    ):
         kernels.plan("fast", mask)
 
 

@@ -77,7 +77,7 @@ class Cudnn(Kernel):
 
     def _plan(self, mask: Any, rest: str, part: bool) -> Plan:
         if mask.block_shape is None:
-            raise HeartError("the cudnn kernel takes equal blocks, not clusters: choose another kernel")
+            raise HeartError(f"the {self.name} kernel takes equal blocks, not clusters: choose another kernel")
         plan = make_plan(mask, self.name, part=part, rest=rest)
         cut = plan.n_k % mask.block_shape[1]
         plan.extra.update(

@@ -48,8 +48,8 @@ def installed() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
 
 
-def _version() -> tuple[int, ...]:
-    """Of the installed package, as far as it is numbers; a build from source without a record counts as new."""
+def version() -> tuple[int, ...]:
+    """Version of the installed package, as far as it is numbers; a build from source without a record counts as new."""
     try:
         words = importlib.metadata.version("flashinfer-python").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -75,8 +75,8 @@ class FlashInfer(Kernel):
         reasons = []
         if not installed():
             reasons.append("flashinfer is not installed: pip install 'heart-attention[gpu]'")
-        elif (version := _version())[: len(OLDEST)] < OLDEST:
-            reasons.append(f"flashinfer {'.'.join(map(str, version))} is older than {'.'.join(map(str, OLDEST))}")
+        elif (found := version())[: len(OLDEST)] < OLDEST:
+            reasons.append(f"flashinfer {'.'.join(map(str, found))} is older than {'.'.join(map(str, OLDEST))}")
         if not torch.cuda.is_available() or torch.version.hip:
             reasons.append("no CUDA device is available to PyTorch")
         elif torch.cuda.get_device_capability()[0] < 8:

@@ -17,6 +17,7 @@ from .plan import Plan
 # Name -> module with the object KERNEL, quickest first. Imported on first use: some need packages of their own.
 MODULES = {
     "cudnn": "cudnn",
+    "flashinfer_blocks": "flashinfer_blocks",
     "flashinfer": "flashinfer",
     "triton": "triton_attention",
     "flex": "flex",
