@@ -179,7 +179,9 @@ def test_cached_plans_are_reused_with_their_masks(monkeypatch):
     plans = []
     kernel = kernels.get("eager")
     original = type(kernel).plan
-    monkeypatch.setattr(type(kernel), "plan", lambda self, mask: plans.append(1) or original(self, mask))
+    monkeypatch.setattr(
+        type(kernel), "plan", lambda self, mask, rest="drop": plans.append(1) or original(self, mask, rest)
+    )
     run(Engine(config(reuse=Interval(3)), 1, H), trajectory(6))
     assert len(plans) == 2
 

@@ -128,6 +128,19 @@ class Backbone(abc.ABC):
         """A copy with the settings that costs are measured with, where this one was fitted to a sequence."""
         return self
 
+    def for_rest(self, rest: str) -> Any:
+        """A copy that suits what becomes of the rest."""
+        return self
+
+    @property
+    def remaps(self) -> bool:
+        """Whether `remap` chooses anew at every call what a reused mask keeps."""
+        return False
+
+    def remap(self, mask: Any, q: Tensor, k: Tensor, v: Tensor | None, thresholds: Sequence[float]) -> Any:
+        """A reused mask [B, H] with its kept groups chosen by the present q, k, v [B, H, N, D]."""
+        return mask
+
     @property
     def block_tokens(self) -> int | None:
         """Tokens of a block, for token orders; None if the backbone has no use for an order."""

@@ -6,7 +6,6 @@ and a private generator keyed by (seed, layer, head, branch): a subset of heads 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..masks import ClusterMask, Text, count_labels, top_p
+from ..kernels.ops.kmeans import cluster_sums
+from ..masks import ClusterMask, Text
 from .base import (
     Backbone,
     Key,
@@ -30,8 +30,10 @@ from .base import (
     read_thresholds,
     tokens,
 )
-from .kmeans import Clusters, lloyd_heads, random_tokens
+from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, error_per_key, moments
+from .kmeans import Clusters, lloyd_heads, random_tokens, video_tokens
 
+PAPER_RATIO = 0.10  # the least share of key clusters, of the original
 REFERENCE_TOKENS = 32760  # Wan2.1 at 480p, 81 frames: the size that the default cluster counts are meant for
 
 
@@ -61,26 +63,34 @@ class SVG2(Backbone):
 
     Args:
         q_clusters, k_clusters: clusters of queries and of keys, per head.
-        min_ratio: at least this share of key clusters is kept for every query cluster.
+        min_ratio: at least this share of key clusters is kept for every query cluster; None is the paper's 0.10, and 0
+            when the rest is approximated.
         init_iters: k-means iterations from random tokens, when there is no earlier clustering.
         step_iters: iterations from the stored centroids.
         seed: of the private generator that draws the random tokens.
+        rank: "mass" keeps the heaviest clusters until they reach the share τ of the mass (the paper's rule); "error"
+            keeps those whose approximation would cost most for each key, until they hold the share τ of all keys.
     """
 
     q_clusters: int = 300
     k_clusters: int = 1000
-    min_ratio: float = 0.10
+    min_ratio: float | None = None
     init_iters: int = 50
     step_iters: int = 2
     seed: int = 0
+    rank: str = "mass"
 
     name: ClassVar[str] = "svg2"
     default_delta: ClassVar[float] = 8.0  # the paper's, on Wan
 
     def __post_init__(self) -> None:
-        check_positive(type(self).__name__, q_clusters=self.q_clusters, k_clusters=self.k_clusters)
-        check_positive(type(self).__name__, init_iters=self.init_iters, step_iters=self.step_iters)
-        check_share(type(self).__name__, min_ratio=self.min_ratio)
+        owner = type(self).__name__
+        check_positive(owner, q_clusters=self.q_clusters, k_clusters=self.k_clusters)
+        check_positive(owner, init_iters=self.init_iters, step_iters=self.step_iters)
+        if self.min_ratio is not None:
+            check_share(owner, min_ratio=self.min_ratio)
+        if self.rank not in RANKS:
+            raise HeartError(f"{owner} got rank={str(self.rank)[:40]!r}: give one of {', '.join(RANKS)}")
         if max(self.q_clusters, self.k_clusters) > torch.iinfo(torch.int16).max - 2:
             raise HeartError(
                 f"{type(self).__name__} got {max(self.q_clusters, self.k_clusters)} clusters: labels are 16-bit, "
@@ -115,9 +125,23 @@ class SVG2(Backbone):
         """The first clustering starts from random tokens and takes more iterations."""
         return self.init_iters / self.step_iters
 
+    @property
+    def least_ratio(self) -> float:
+        """The share of key clusters that every query cluster keeps."""
+        return PAPER_RATIO if self.min_ratio is None else self.min_ratio
+
+    def for_rest(self, rest: str) -> SVG2:
+        """What is approximated needs no minimum of kept clusters, unless one was asked for."""
+        return replace(self, min_ratio=0.0) if rest != "drop" and self.min_ratio is None else self
+
+    @property
+    def remaps(self) -> bool:
+        """Clusters ranked by error are ranked anew at every call, on the labels of the last refresh."""
+        return self.rank == "error"
+
     def least_density(self, n: int) -> float:
         """The share of clusters that is always kept."""
-        return self.min_ratio or min(1.0, 1 / self.k_clusters)
+        return self.least_ratio or min(1.0, 1 / self.k_clusters)
 
     @torch.no_grad()
     def predict(
@@ -131,6 +155,7 @@ class SVG2(Backbone):
         order: Tensor | None = None,
         heads: Sequence[int] | Tensor | None = None,
         key: Key | None = None,
+        v: Tensor | None = None,
     ) -> ClusterMask:
         """The cluster pairs to compute (see `Backbone.predict`); clusters have no use for a token `order`.
 
@@ -151,7 +176,12 @@ class SVG2(Backbone):
             q_clusters = self._cluster_side(q[b], 0, places, state, text, (layer, branch))
             k_clusters = self._cluster_side(k[b], 1, places, state, text, (layer, branch))
             for h, pair in enumerate(zip(q_clusters, k_clusters)):
-                self._fill(mask, b, h, pair, float(tau[b, h]), text)
+                if tau[b, h] < 1:
+                    scores = self._scores(pair, q[b, h], None if v is None else v[b, h], text, k[b, h])
+                    mask.map[b, h, : self.q_clusters, : self.k_clusters] = self._select(
+                        scores, pair[1].sizes, float(tau[b, h])
+                    )
+                self._label(mask, b, h, pair, text)
                 if state is not None:
                     state.centroids[places[h]] = (pair[0].centroids, pair[1].centroids)
         return mask
@@ -170,18 +200,44 @@ class SVG2(Backbone):
         v: Tensor | None = None,
     ) -> tuple[list[ClusterMask], ClusterMask]:
         """A mask for each threshold and the full one, from one clustering from scratch."""
-        state, first = self.new_state(), 0 if key is None else key[2]
-        full = self.predict(q, k, 1.0, state, text, heads=heads, key=key)
-        places = [(first, name) for name in read_heads(heads, q.shape[1])]
-        centroids = [torch.stack([state.centroids[at][side] for at in places])[None] for side in (0, 1)]  # [1, H, C, D]
-        rows, cols = (c.shape[2] for c in centroids)
-        sizes = count_labels(full.k_labels, full.map.shape[3])[..., :cols]
+        full = self.predict(q, k, 1.0, self.new_state(), text, heads=heads, key=key)
+        scores = [self._present(full, h, q, k, v) for h in range(q.shape[1])]
         masks = []
         for tau in thresholds:
             kept = full.map.clone()
-            kept[:, :, :rows, :cols] = self.map(*centroids, sizes, float(tau))
+            for h, (score, sizes) in enumerate(scores):
+                if tau < 1:
+                    kept[0, h, : self.q_clusters, : self.k_clusters] = self._select(score, sizes, float(tau))
             masks.append(replace(full, map=kept))
         return masks, full
+
+    @torch.no_grad()
+    def remap(
+        self, mask: ClusterMask, q: Tensor, k: Tensor, v: Tensor | None, thresholds: Sequence[float]
+    ) -> ClusterMask:
+        """The mask [B, H] with its clusters ranked anew by the present q, k, v, its labels as they are."""
+        kept = mask.map.clone()
+        for b in range(q.shape[0]):
+            one = mask.item(b)
+            values = None if v is None else v[b : b + 1]
+            for h, tau in enumerate(thresholds):
+                if tau < 1:
+                    score, sizes = self._present(one, h, q[b : b + 1], k[b : b + 1], values)
+                    kept[b, h, : self.q_clusters, : self.k_clusters] = self._select(score, sizes, float(tau))
+        return replace(mask, map=kept)
+
+    def _present(self, mask: ClusterMask, h: int, q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scores [Cq, Ck] of one head of a mask [1, H] and sizes of its key clusters, from the present tokens."""
+        text = mask.text
+        pair = []
+        for x, labels, count in ((q, mask.q_labels, self.q_clusters), (k, mask.k_labels, self.k_clusters)):
+            own = labels[0, h].long()
+            own = own if text is None else own[text.video_index(len(own), own.device)]
+            tokens = video_tokens(x[0, h], text) if text is not None or x.dtype != torch.float32 else x[0, h]
+            sums, sizes = cluster_sums(tokens, own, count)
+            pair.append(Clusters(own, sums / sizes.clamp(min=1).unsqueeze(-1), sizes, 0))
+        values = None if v is None else v[0, h]
+        return self._scores((pair[0], pair[1]), q[0, h], values, text, k[0, h]), pair[1].sizes
 
     @torch.no_grad()
     def cluster(self, x: Tensor, init: Tensor, iters: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,13 +279,35 @@ class SVG2(Backbone):
         return torch.stack(maps).unflatten(0, (batch, heads))
 
     def _map_head(self, q_centroids: Tensor, k_centroids: Tensor, k_sizes: Tensor, tau: float) -> Tensor:
-        """The map of one head, bool [Cq, Ck]; an empty cluster has log 0 = −inf and so no mass."""
+        """The map of one head by mass, bool [Cq, Ck]."""
         if tau >= 1:
             return torch.ones(len(q_centroids), len(k_centroids), dtype=torch.bool, device=q_centroids.device)
-        logits = q_centroids.float() @ k_centroids.float().T / math.sqrt(q_centroids.shape[-1])
-        mass = torch.softmax(logits + k_sizes.float().log(), dim=-1)
-        at_least = max(1, int(self.min_ratio * len(k_centroids)))
-        return top_p(mass, tau, strict=False, total=1.0, at_least=at_least)
+        at_least = int(self.least_ratio * len(k_centroids))
+        return by_mass(cluster_mass(q_centroids, k_centroids, k_sizes), tau, at_least)
+
+    def _scores(
+        self, pair: tuple[Clusters, Clusters], q: Tensor, v: Tensor | None, text: Text | None, k: Tensor
+    ) -> Tensor:
+        """What clusters of one head are ranked by, fp32 [Cq, Ck]; q, k, v [N, D]."""
+        queries, keys = pair
+        mass = cluster_mass(queries.centroids, keys.centroids, keys.sizes)
+        if self.rank == "mass":
+            return mass
+        if v is None:
+            raise HeartError("SVG2(rank='error') ranks clusters by their values too: give v to predict")
+        q, k, v = (video_tokens(x, text) if text is not None else x.float() for x in (q, k, v))
+        _, q_square, _ = moments(q, queries.labels, self.q_clusters)
+        k_mean, k_square, _ = moments(k, keys.labels, self.k_clusters)
+        v_mean, v_square, _ = moments(v, keys.labels, self.k_clusters)
+        spread = (v_square - v_mean.square()).sum(-1)  # [Ck]
+        return error_per_key(mass, q_square, k_square - k_mean.square(), spread, keys.sizes)
+
+    def _select(self, scores: Tensor, k_sizes: Tensor, tau: float) -> Tensor:
+        """The clusters to keep at threshold τ, bool [Cq, Ck]."""
+        at_least = int(self.least_ratio * len(k_sizes))
+        if self.rank == "mass":
+            return by_mass(scores, tau, at_least)
+        return by_share(scores, k_sizes, tau, at_least)
 
     def _cluster_side(
         self, x: Tensor, side: int, places: list[tuple], state: ClusterState | None, text: Text | None, key: tuple
@@ -272,13 +350,9 @@ class SVG2(Backbone):
         labels = [torch.empty(batch, heads, n, dtype=torch.int16, device=device) for n in (n_q, n_k)]
         return ClusterMask(torch.ones(shape, dtype=torch.bool, device=device), *labels, text=text)
 
-    def _fill(
-        self, mask: ClusterMask, b: int, h: int, pair: tuple[Clusters, Clusters], tau: float, text: Text | None
-    ) -> None:
-        """Write one head into the mask."""
+    def _label(self, mask: ClusterMask, b: int, h: int, pair: tuple[Clusters, Clusters], text: Text | None) -> None:
+        """Write the labels of one head, and the links of text, into the mask."""
         rows, cols = self.q_clusters, self.k_clusters
-        video = self._map_head(pair[0].centroids, pair[1].centroids, pair[1].sizes, tau)
-        mask.map[b, h, :rows, :cols] = video
         for labels, clusters, count in ((mask.q_labels, pair[0], rows), (mask.k_labels, pair[1], cols)):
             labels[b, h] = _with_text(clusters.labels, count, text, labels.shape[-1])
         if text is not None:  # the prompt's row and column stay ones

@@ -236,7 +236,7 @@ class Engine(Handler):
         return state
 
     def _group(self, spec: GroupSpec, places: list[int], n: int) -> HeadGroup:
-        backbone = self._fitted(spec.backbone, n)
+        backbone = self._fitted(spec.backbone, n).for_rest(spec.rest)
         return HeadGroup(spec, backbone, places, backbone.new_state())
 
     # ---------------------------------------- which heads refresh
@@ -278,18 +278,18 @@ class Engine(Handler):
     def _refresh(self, request: Request, state: LayerState) -> None:
         """Predict masks for the heads that refresh and put them beside those that stay."""
         assert request.refresh is not None
-        if bool(request.refresh.any()):
-            for group in state.groups:
-                self._refresh_group(request, group)
-            state.cached |= request.refresh
+        for group in state.groups:
+            which = request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
+            q, k, v = (_take_heads(x, group.places) for x in (request.q, request.k, request.v))
+            if bool(which.any()):
+                self._adopt(group, self._fresh_mask(request, group, which, q, k, v), q)
+            elif group.packed is not None and group.backbone.remaps:
+                self._adopt(group, group.backbone.remap(group.packed.unpack(), q, k, v, group.spec.tau), q)
+        state.cached |= request.refresh
         request.timer.lap("prediction")
 
-    def _refresh_group(self, request: Request, group: HeadGroup) -> None:
-        assert request.refresh is not None
-        which = request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
-        if not bool(which.any()):
-            return
-        q, k, v = (_take_heads(x, group.places) for x in (request.q, request.k, request.v))
+    def _fresh_mask(self, request: Request, group: HeadGroup, which: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Mask:
+        """The group's mask with the heads in `which` predicted anew."""
         call, text = request.call, request.text
         orders = group.spec.orders.of_call(
             call.transformer, call.layer, group.spec.heads, call.grid, q.shape[2], text, q.device
@@ -302,14 +302,20 @@ class Engine(Handler):
         )  # fmt: skip
         batch, heads = q.shape[:2]
         if bool(which.all()):
-            mask = fresh.split_batch(batch)
-        else:
-            whole = group.packed.unpack() if group.packed is not None else fresh.full_like(batch, heads, text)
-            mask = whole.put(which, fresh)
+            return fresh.split_batch(batch)
+        if group.packed is None:
+            return fresh.full_like(batch, heads, text).put(which, fresh)
+        stale = group.packed.unpack()
+        if group.backbone.remaps:
+            stale = group.backbone.remap(stale, q, k, v, group.spec.tau)
+        return stale.put(which, fresh)
+
+    def _adopt(self, group: HeadGroup, mask: Mask, q: Tensor) -> None:
+        """From now on the group computes this mask."""
         group.packed, group.plan = mask.packed(), None
-        group.density = mask.density().cpu()
-        group.cost = group.density
-        group.kernel = self._kernel(q, mask)
+        group.density = mask.for_rest(group.spec.rest).density().cpu()
+        group.cost = mask.cost(group.spec.rest).cpu() if group.spec.rest != "drop" else group.density
+        group.kernel = self._kernel(q, mask, group.spec.rest)
 
     # ---------------------------------------- dense or sparse
 
@@ -337,7 +343,7 @@ class Engine(Handler):
         call, (batch, _, n, dim) = request.call, request.q.shape
         shares = []
         for group in self.points.groups(call.transformer, request.phase, call.layer):
-            backbone = self._fitted(group.backbone, n)
+            backbone = self._fitted(group.backbone, n).for_rest(group.rest)
             least = max(backbone.least_density(n), at_least)
             cost = sum(1.0 if tau >= 1 else least for tau in group.tau) / len(group.tau)
             shares.append(Share((batch, len(group.tau), n, dim), backbone, group.rest, cost))
@@ -377,12 +383,10 @@ class Engine(Handler):
         refreshed, heads, *sums = agreement.over_ranks(
             call, request.q.device, [refreshed, float(len(request.heads)), *sums]
         )
-        shares = [
-            Share(
-                (batch, len(group.heads), n, dim), self._fitted(group.backbone, n), group.rest, total / len(group.heads)
-            )
-            for group, total in zip(layer, sums)
-        ]
+        shares = []
+        for group, total in zip(layer, sums):
+            backbone = self._fitted(group.backbone, n).for_rest(group.rest)
+            shares.append(Share((batch, len(group.heads), n, dim), backbone, group.rest, total / len(group.heads)))
         return shares, refreshed / heads
 
     def _fitted(self, backbone: Backbone, n: int) -> Backbone:
@@ -412,12 +416,12 @@ class Engine(Handler):
 
     # ---------------------------------------- attention
 
-    def _kernel(self, q: Tensor, mask: Mask) -> Any:
-        """The kernel for masks of this kind, None if none serves."""
-        key = (mask.kind, q.dtype, q.device, q.shape[-1], q.shape[2])
+    def _kernel(self, q: Tensor, mask: Mask, rest: str) -> Any:
+        """The kernel for masks of this kind and this rest, None if none serves."""
+        key = (mask.kind, rest, q.dtype, q.device, q.shape[-1], q.shape[2])
         if key not in self._kernels:
             try:
-                self._kernels[key] = kernels.choose(mask, q, self.config.kernel)
+                self._kernels[key] = kernels.choose(mask, q, self.config.kernel, rest)
             except HeartError as error:
                 if self.config.kernel != "auto":
                     raise
@@ -440,12 +444,20 @@ class Engine(Handler):
             result = dense(q, k, v)
         else:
             if group.plan is None:
-                group.plan = group.kernel.plan(group.packed.unpack())
+                group.plan = group.kernel.plan(group.packed.unpack(), group.spec.rest)
                 request.timer.lap("planning")
-            result = group.kernel.run(group.plan, q, k, v, out=whole)
+            mass = self._mass(group, q)
+            more = {} if mass is None else {"mass": mass}
+            result = group.kernel.run(group.plan, q, k, v, out=whole, **more)
+            group.rest_mass = mass
         if result is not whole or whole.data_ptr() != out[:, group.places[0] :].data_ptr():
             out[:, group.places] = result
         request.timer.lap("attention")
+
+    def _mass(self, group: HeadGroup, q: Tensor) -> Tensor | None:
+        """Where the kernel writes each head's share of softmax mass in the approximated part; None if it cannot."""
+        wanted = group.spec.rest != "drop" and group.kernel.rest_mass
+        return torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if wanted else None
 
     def _record(self, request: Request, state: LayerState) -> None:
         assert request.refresh is not None
@@ -462,6 +474,7 @@ class Engine(Handler):
                 cost=state.per_head("cost").mean(0).tolist(),
                 refreshed=request.refresh.float().mean(0).tolist(),
                 drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
+                rest_mass=state.rest_mass(),
                 kernel="+".join(dict.fromkeys(g.kernel.name for g in state.groups if g.kernel is not None)),
             )
         )

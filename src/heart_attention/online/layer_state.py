@@ -34,6 +34,7 @@ class HeadGroup:
     kernel: Any = None
     density: Tensor | None = None  # float64 [B, h]
     cost: Tensor | None = None  # float64 [B, h]: kept and approximated keys
+    rest_mass: Tensor | None = None  # fp32 [B, h]: share of softmax mass in the approximated part, of the last call
 
     def nbytes(self) -> dict[str, int]:
         """Bytes held, by kind."""
@@ -69,6 +70,16 @@ class LayerState:
         """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at first."""
         seen = max(self.calls - 1, 0)
         return (self.refreshed + 2 * expected) / (seen + 2)
+
+    def rest_mass(self) -> list[float] | None:
+        """Share of softmax mass that approximated groups held, for each head; None where no kernel tells."""
+        if all(group.rest_mass is None for group in self.groups):
+            return None
+        out = torch.zeros(self.cached.shape[1])
+        for group in self.groups:
+            if group.rest_mass is not None:
+                out[group.places] = group.rest_mass.mean(0).cpu()
+        return out.tolist()
 
     def per_head(self, values: str) -> Tensor:
         """`density` or `cost` of all heads, float64 [B, H]."""

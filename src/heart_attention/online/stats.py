@@ -75,6 +75,7 @@ class Row:
     drift: list[float] | None = None
     cost: list[float] | None = None  # kept and approximated keys as a share of all
     kernel: str = ""
+    rest_mass: list[float] | None = None  # share of softmax mass in the approximated part
 
 
 @dataclass(slots=True)
@@ -243,7 +244,7 @@ class Recorder:
         steps = sorted({row.step for row in rows})
         place = {step: i for i, step in enumerate(steps)}
         blank = lambda: [[[None] * self.heads for _ in steps] for _ in range(self.layers)]  # noqa: E731
-        record: dict[str, Any] = {name: blank() for name in ("density", "cost", "refreshed", "drift")}
+        record: dict[str, Any] = {name: blank() for name in ("density", "cost", "refreshed", "drift", "rest_mass")}
         dense = [[None] * len(steps) for _ in range(self.layers)]
         for row in rows:
             cell = row.layer, place[row.step]
@@ -252,6 +253,7 @@ class Recorder:
             self._fill(record["cost"], cell, row, (row.cost or row.density) if not row.reason else 1.0)
             self._fill(record["refreshed"], cell, row, row.refreshed if not row.reason else 0.0)
             self._fill(record["drift"], cell, row, row.drift)
+            self._fill(record["rest_mass"], cell, row, row.rest_mass)
         return {"transformer": transformer, "branch": branch, "steps": steps, "dense": dense, **record}
 
     def _fill(self, table: list, cell: tuple[int, int], row: Row, values: list[float] | float | None) -> None:
