@@ -6,7 +6,7 @@ import importlib
 
 from .chooser import OPS
 
-_MODULES = ("scores", "means", "kmeans", "backward")
+_MODULES = ("scores", "means", "kmeans", "rank", "backward")
 
 
 def available() -> dict[str, dict[str, list[str]]]:

@@ -44,7 +44,7 @@ def block_scores(
     `visible` groups of keys take part in the softmax; those after the last token have logit 0.
     """
     order = None if order is None else order.to(torch.int64).contiguous()
-    tables = [_pointers(x) for x in (q, k, out)]
+    tables = [pointers(x) for x in (q, k, out)]
     _call(
         "heart_block_scores", _SCORES, len(q), *map(ctypes.addressof, tables), q[0].shape[0], k[0].shape[0],
         q[0].shape[1], q[0].stride(0), k[0].stride(0), 0 if order is None else order.data_ptr(), stride, per_block,
@@ -78,7 +78,7 @@ def token_means(x: Tensor) -> Tensor:
     """Means over tokens, fp32: x [B, H, N, D] -> [B, H, D]."""
     out = torch.empty(x.shape[0], x.shape[1], x.shape[3], dtype=torch.float32)
     heads = [head for item in x for head in item]
-    table = _pointers(heads)
+    table = pointers(heads)
     _call(
         "heart_token_means", _MEANS, len(heads), ctypes.addressof(table), x.shape[2], x.shape[3], x.stride(2),
         out.data_ptr(), x.dtype == torch.bfloat16, build.threads(),
@@ -86,7 +86,8 @@ def token_means(x: Tensor) -> Tensor:
     return out
 
 
-def _pointers(tensors: list[Tensor]) -> ctypes.Array:
+def pointers(tensors: list[Tensor]) -> ctypes.Array:
+    """Where tensors begin, as a C array; it must live as long as the call."""
     return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
 
 
