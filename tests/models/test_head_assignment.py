@@ -43,7 +43,7 @@ def test_an_assignment_by_cost_evens_out_what_order_does_not():
 
 def test_costs_from_a_calibration():
     sparsity = np.array([[[0.8, 0.5], [0.9, 0.2]]])  # [L, H, K]
-    made = Calibration(np.array([[0.9, 0.5]]), {"name": "xattention"}, [0.5, 0.9], E=sparsity, S=sparsity)
+    made = Calibration(np.array([[0.9, 0.5]]), {"name": "xattention"}, candidates=[0.5, 0.9], E=sparsity, S=sparsity)
     assert head_costs(made) == [pytest.approx([0.5, 0.1])]
 
 
