@@ -83,14 +83,14 @@ class Clock:
         """One forward begins with this timestep: say where it stands."""
         if self._fixed is not None:
             step, branch = self._fixed
-            return self._settle(step, branch, _value(timestep, wait=False))
+            return self._settle(step, branch, _value(timestep, wait=False, rising=self.rising))
         if self._given is not None:
-            return self._settle(self._given, self._name or "0", _value(timestep, wait=False))
+            return self._settle(self._given, self._name or "0", _value(timestep, wait=False, rising=self.rising))
         return self._tick_by_time(timestep)
 
     def _tick_by_time(self, timestep: torch.Tensor | float | None) -> Moment:
         time = torch.as_tensor(float("nan") if timestep is None else timestep).detach().cpu()
-        value = _value(time, wait=True)
+        value = _value(time, wait=True, rising=self.rising)
         step = self._scheduler_step(time)
         changed = self._time is None or time.shape != self._time.shape or not torch.equal(time, self._time)
         if self._starts_over(value, step, changed):
@@ -123,7 +123,7 @@ class Clock:
             return False
         if step == 0 and table is not None and table is not self._table:
             return True
-        last = _value(self._time, wait=True)
+        last = _value(self._time, wait=True, rising=self.rising)
         if value is None or last is None:
             return False
         if value != last:
@@ -141,7 +141,7 @@ class Clock:
             return None
         begin = getattr(scheduler, "begin_index", None) or 0
         index = begin if scheduler.step_index is None else scheduler.step_index
-        value = _value(time, wait=True)
+        value = _value(time, wait=True, rising=self.rising)
         if value is None or not 0 <= index < len(times):
             return None
         # through the model's dtype: pipelines round timesteps to bf16
@@ -159,11 +159,12 @@ class Clock:
         return Moment(step, branch, self.generation, value)
 
 
-def _value(timestep: torch.Tensor | float | None, wait: bool) -> float | None:
+def _value(timestep: torch.Tensor | float | None, wait: bool, rising: bool = False) -> float | None:
     """The timestep as a number: the noisiest one where tokens or frames have their own."""
     if timestep is None or isinstance(timestep, (int, float)):
         return timestep
     if timestep.device.type != "cpu" and not wait:
         return None
-    number = float(timestep.max()) if timestep.numel() else float("nan")
+    noisiest = timestep.min if rising else timestep.max
+    number = float(noisiest()) if timestep.numel() else float("nan")
     return None if number != number else number

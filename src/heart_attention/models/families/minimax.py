@@ -12,11 +12,15 @@ from .base import Family, Grid
 
 
 class MiniMaxH3(Family):
-    """The caller says at which places the video's rows lie; everything before their last run is exact."""
+    """The caller says at which places the video's rows lie; everything before their last run is exact.
+
+    Timesteps grow from 0 to 1 while it denoises; rows of conditions have theirs near 1.
+    """
 
     classes = ("MiniMaxH3Transformer3DModel",)
     kind = "joint"
     packed = True
+    rising = True
     layers = (r"transformer_blocks\.\d+\.attn",)
 
     def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:
