@@ -58,7 +58,8 @@ class HeartConfig:
         head_assignment: how heads go to GPUs under context parallelism: "order", or "cost" for even work by the
             densities of a calibration. It changes no result.
         model: name of the model (see `presets.MODELS`) these values belong to; enabling another is an error.
-        rest: what becomes of what a mask leaves out: "drop", or "mean" to approximate each group by one key.
+        rest: what becomes of what a mask leaves out: "drop", "mean" to approximate each group by one key, or
+            "first-order" with PISA.
         points: an operating point for every head and phase, instead of backbone, thresholds, order and rest.
         cost_table: JSON file of `heart tune-costs`; None for the table that ships for this kind of device.
     """
@@ -93,7 +94,7 @@ class HeartConfig:
             scale_clusters: bool = False,
             head_assignment: Literal["order", "cost"] = "order",
             model: str | None = None,
-            rest: Literal["drop", "mean"] = "drop",
+            rest: Literal["drop", "mean", "first-order"] = "drop",
             points: PointTable | None = None,
             cost_table: str | None = None,
         ) -> None: ...
@@ -107,7 +108,7 @@ class HeartConfig:
         policy: Any = self.reuse
         put("reuse", TMR(delta=self.backbone.default_delta) if policy is None else policies.adapt(policy))
         put("order", token_order.read(self.order))
-        check_rest(self.rest)
+        check_rest(self.rest, self.backbone)
         if self.points is not None and not isinstance(self.points, PointTable):
             raise HeartError(f"points is a {type(self.points).__name__}: give a PointTable, as a calibration makes it")
         self._check_words()

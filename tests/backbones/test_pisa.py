@@ -5,6 +5,7 @@ import torch
 from golden_more import cases
 
 import heart_attention as heart
+from heart_attention import kernels
 from heart_attention.backbones.pisa import spread
 from heart_attention.errors import HeartError
 from heart_attention.masks import Text
@@ -84,3 +85,16 @@ def test_in_the_engine():
 
 def test_settings_survive_a_file():
     assert heart.backbones.from_dict(small.to_dict()) == small
+
+
+@pytest.mark.parametrize("kernel", ["eager", "cpu"])
+@pytest.mark.parametrize("case, config", cases("pisa"))
+def test_golden_output(case, config, kernel):
+    """The original's Taylor expansion is `rest="first-order"`."""
+    if kernels.get(kernel).reasons_not():
+        pytest.skip("no compiler")
+    q, k, v = (case.real(f"{x}_i8") for x in "qkv")
+    blocks, n = case[f"map_{config['key']}"][None], q.shape[2]
+    plan = kernels.plan(kernel, heart.BlockMask(blocks, config["block"], n, n), rest="first-order")
+    wrong = kernels.run(plan, q, k, v)[0][:, case["out_rows"].long()] - case[f"out_{config['key']}"]
+    assert wrong.abs().max() <= case.about["tolerance"]["out"]

@@ -47,6 +47,7 @@ class Backbone(abc.ABC):
     name: ClassVar[str]
     default_threshold: ClassVar[float] = 0.9
     default_delta: ClassVar[float] = 30.0  # bound on the drift, for models that no preset knows better
+    rests: ClassVar[tuple[str, ...]] = ("drop", "mean")  # what may become of what its masks leave out
     default_rest: ClassVar[str] = "drop"  # what the original does with what its masks leave out
     candidates: ClassVar[tuple[float, ...]] = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)  # thresholds calibration tries
 

@@ -1,8 +1,8 @@
 """PISA: the best blocks exact, all others by a Taylor expansion around their mean key.
 
-The zeroth order is one key a block (here `rest="mean"`); the original adds a first order. Written from its rules in
-words; the original's licence is MIT. The original does not rescale its running sum when a later group of blocks raises
-the maximum; here the sum is exact.
+The zeroth order is one key a block (`rest="mean"`); the original adds a first order (`rest="first-order"`). Written
+from its rules in words; the original's licence is MIT. The original does not rescale its running sum when a later group
+of blocks raises the maximum; here the sum is exact.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class PISA(BlockBackbone):
 
     name: ClassVar[str] = "pisa"
     default_threshold: ClassVar[float] = 0.15
-    default_rest: ClassVar[str] = "mean"
+    rests: ClassVar[tuple[str, ...]] = ("drop", "mean", "first-order")
+    default_rest: ClassVar[str] = "first-order"
     candidates: ClassVar[tuple[float, ...]] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 
     def __post_init__(self) -> None:

@@ -15,11 +15,12 @@ from .plan import Plan, make_plan
 class Kernel:
     """Base of all kernels: a subclass gives `name` and `run`, and overrides what it does in its own way.
 
-    `rest` says what becomes of the groups of keys that a mask leaves out: "drop", or "mean" (each counts as one key with
-    its mean key, its mean value and the weight of its size).
+    `rest` says what becomes of the groups of keys that a mask leaves out: "drop", "mean" (each counts as one key with
+    its mean key, its mean value and the weight of its size), or "first-order" (that, and PISA's linear term).
     """
 
     name: str
+    rests: tuple[str, ...] = ("drop", "mean")  # those it knows
     log_sums: bool = False  # whether `run_part` works
     rest_mass: bool = False  # whether `run` can say how much softmax mass the approximated part held
 
@@ -37,7 +38,7 @@ class Kernel:
 
     def plan(self, mask: Any, rest: str = "drop") -> Plan:
         """Prepare a mask once."""
-        return make_plan(mask, self.name, rest=rest)
+        return make_plan(mask, self.name, rest=rest, rests=self.rests)
 
     def run(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import HeartError
 from .base import Kernel
 from .ops import build
+from .ops.first_order import add_linear_terms
 from .plan import Plan, make_plan
 
 KEEP_BYTES = 48 << 20  # of scratch space, between calls
@@ -35,6 +36,7 @@ class Cpu(Kernel):
     """Kernel `cpu`."""
 
     name = "cpu"
+    rests = ("drop", "mean", "first-order")
     log_sums = True
     rest_mass = True
 
@@ -58,8 +60,11 @@ class Cpu(Kernel):
         mass: Tensor | None = None,
     ) -> Tensor:
         """Attention over what the plan keeps and approximates; the inputs may be any views with contiguous rows."""
-        share = None if mass is None else torch.empty(q.shape[:3], dtype=torch.float32)
+        linear = plan.rest == "first-order"
+        share = None if mass is None and not linear else torch.empty(q.shape[:3], dtype=torch.float32)
         result = _run(plan, q, k, v, out, scale, None, share)
+        if linear and share is not None:
+            add_linear_terms(plan, q, k, v, share, result, scale)
         if mass is not None and share is not None:
             mass.copy_(share[:, :, : plan.n_q].mean(-1))
         return result

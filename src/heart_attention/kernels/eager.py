@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import HeartError
 from .base import Kernel
 from .capability import Call
+from .ops.first_order import linear_term
 from .ops.group_means import group_means, log_sizes
 from .plan import Plan, make_plan
 
@@ -22,6 +23,7 @@ class Eager(Kernel):
     """Kernel `eager`."""
 
     name = "eager"
+    rests = ("drop", "mean", "first-order")
     log_sums = True
     rest_mass = True
 
@@ -71,9 +73,13 @@ def _run(
         for h in range(q.shape[1]):
             keys, values, seen, bias = with_means(plan, b, h, k[b, h], v[b, h])
             weights, sums = softmax(q[b, h], keys, seen, bias, scale)
-            out[b, h] = weighted(weights, values, seen).to(out.dtype)
+            share = weights[: plan.n_q, k.shape[2] :].sum(-1)  # of the approximated part
+            result = weighted(weights, values, seen)
+            if plan.rest == "first-order":
+                result[: plan.n_q] += linear_term(plan, b, h, q[b, h], k[b, h], v[b, h], share, scale)
+            out[b, h] = result.to(out.dtype)
             if mass is not None:
-                mass[b, h] = weights[: plan.n_q, k.shape[2] :].sum(-1).mean()
+                mass[b, h] = share.mean()
             if lse is not None:
                 lse[b, h] = sums
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import HeartError
 from ..masks import Mask
-from ..masks.base import RESTS, check_rest
+from ..masks.base import check_rest
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Plan:
         q_perm, k_perm: int32 token at each sorted position, [n] shared by all heads, [B, H, N], or None for identity.
         n_q, n_k: tokens that the blocks cover.
         tail: further tokens after them that attend only to one another (unused text slots).
-        rest: what becomes of the groups that are left out: "drop", "mean", or in parts "only".
+        rest: what becomes of the groups that are left out: "drop", "mean", "first-order", or in parts "only".
         rest_ptr, rest_cols: int64 [B, H, Mq + 1] and int32 [approximated]: row i of a head approximates the key groups
             `rest_cols[rest_ptr[i]:rest_ptr[i + 1]]` by their means; None if nothing is approximated.
         kernel: name of the kernel that made it.
@@ -98,13 +98,19 @@ def _move(value: Any, device: torch.device | str) -> Any:
 
 
 def make_plan(
-    mask: Mask, kernel: str = "", extra: dict[str, Any] | None = None, part: bool = False, rest: str = "drop"
+    mask: Mask,
+    kernel: str = "",
+    extra: dict[str, Any] | None = None,
+    part: bool = False,
+    rest: str = "drop",
+    rests: tuple[str, ...] = ("drop", "mean"),
 ) -> Plan:
     """Plan a mask; a query row that holds tokens but has no key is an error, unless in `part`.
 
-    In a part `rest` may also be "only": nothing is kept, and what the mask leaves out is approximated.
+    In a part `rest` may also be "only": nothing is kept, and what the mask leaves out is approximated. `rests` are those
+    that the kernel knows.
     """
-    check_rest(rest, (*RESTS, "only") if part else RESTS)
+    check_rest(rest, (*rests, "only") if part else rests)
     if rest != "drop":
         mask = mask.for_rest("mean")
     layout, flags = mask.layout(), mask.flags

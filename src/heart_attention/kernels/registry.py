@@ -82,6 +82,8 @@ def choose(mask: Any = None, q: Tensor | None = None, name: str = "auto", rest: 
     refusals = []
     for kernel in candidates:
         reasons = kernel.reasons_not_auto(mask, q) if name == "auto" else []
+        if rest not in kernel.rests:
+            reasons = [*reasons, f"it does not know rest={rest!r}"]
         reasons = reasons or kernel.reasons_not(mask, q, rest)
         if not reasons:
             return kernel

@@ -15,7 +15,7 @@ from .packed import Packed, pack_bits, tensor_bytes
 from .text import Text
 
 DENSE_TOKENS_LIMIT = 1 << 28  # entries of a token mask that `dense_tokens` agrees to write out
-RESTS = ("drop", "mean")  # what becomes of the groups that a mask leaves out
+RESTS = ("drop", "mean", "first-order")  # what becomes of the groups that a mask leaves out; the last is PISA's
 
 
 def check_rest(rest: str, known: Sequence[str] = RESTS) -> None:
@@ -122,7 +122,7 @@ class Mask:
         return found.scatter_(-1, groups[..., tokens].expand(*self.shape, -1), True)
 
     def for_rest(self, rest: str) -> Self:
-        """The mask as it is computed when the rest is treated so: "mean" keeps text's groups in every row."""
+        """The mask as it is computed when the rest is treated so: approximated, text's groups are kept in every row."""
         check_rest(rest)
         if rest == "drop" or self.text is None:
             return self

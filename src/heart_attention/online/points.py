@@ -16,14 +16,14 @@ from ..errors import HeartError
 from ..token_order import HeadOrders
 from . import thresholds
 
-RESTS = ("drop", "mean")  # what becomes of what a mask leaves out
 PHASE_LIMIT = 64
 
 
-def check_rest(rest: Any) -> str:
-    """Raise unless this names what becomes of the rest."""
-    if not isinstance(rest, str) or rest not in RESTS:
-        raise HeartError(f"rest is {str(rest)[:40]!r}: it must be one of {', '.join(RESTS)}")
+def check_rest(rest: Any, backbone: Backbone) -> str:
+    """Raise unless this names what may become of the rest of this backbone's masks."""
+    if not isinstance(rest, str) or rest not in backbone.rests:
+        known = ", ".join(backbone.rests)
+        raise HeartError(f"rest is {str(rest)[:40]!r}: with {backbone.name} it must be one of {known}")
     return rest
 
 
@@ -34,7 +34,8 @@ class Point:
     Args:
         backbone: what predicts its mask, with settings.
         threshold: how much the mask keeps; 1 or more is dense attention.
-        rest: "drop" leaves the rest out, "mean" approximates each group left out by one key.
+        rest: "drop" leaves the rest out, "mean" approximates each group left out by one key, "first-order" adds PISA's
+            linear term.
         order: "raster", "tiles", or a tile such as "4x4x4".
     """
 
@@ -48,7 +49,7 @@ class Point:
         object.__setattr__(self, "threshold", thresholds.freeze(self.threshold))
         if not isinstance(self.threshold, float):
             raise HeartError("an operating point has one threshold: give a number")
-        check_rest(self.rest)
+        check_rest(self.rest, self.backbone)
         if not isinstance(self.order, str):
             raise HeartError(f"a point's order is {self.order!r}: give raster, tiles or a tile such as 4x4x4")
         if self.order not in (token_order.RASTER, token_order.TILES):
