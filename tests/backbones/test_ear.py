@@ -117,13 +117,14 @@ def test_needs_values():
 def test_settings_survive_a_file():
     backbone = heart.EAR(gamma=0.5)
     assert heart.backbones.from_dict(backbone.to_dict()) == backbone
-    with pytest.raises(HeartError, match="gamma"):
-        heart.EAR(gamma=-1)
+    for wrong in ({"gamma": -1}, {"rank": "error"}, {"min_ratio": None}):
+        with pytest.raises(HeartError, match=next(iter(wrong))):
+            heart.EAR(**wrong)
 
 
 def test_in_the_engine():
     q, k, v = inputs(128)
-    config = heart.HeartConfig(small, 0.5, dense_steps=0, force_sparse=True)
+    config = heart.HeartConfig(small, 0.5, dense_steps=0, force_sparse=True, rest="mean")
     engine = heart.Engine(config, layers=1, heads=2)
     for step in range(3):
         out = heart.attention(q, k, v, (0, step, "cond"), engine)

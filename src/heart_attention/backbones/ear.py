@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import HeartError
 from ..kernels.ops.kmeans import torch_sums
 from ..masks import ClusterMask, Text, top_p
-from .base import Key, Thresholds, check_qk, read_heads, read_text, read_thresholds
+from .base import Key, Thresholds, check_qk, check_share, read_heads, read_text, read_thresholds
 from .svg2 import SVG2, ClusterState
 
 TINY = 1e-8  # the original's guard of its logarithms
@@ -65,6 +65,9 @@ class EAR(SVG2):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_share("EAR", min_ratio=self.min_ratio)
+        if self.rank != "mass":
+            raise HeartError(f"EAR got rank={self.rank!r}: its rule is error per cost, leave rank out")
         if isinstance(self.gamma, bool) or not isinstance(self.gamma, int | float) or not 0 <= self.gamma < math.inf:
             raise HeartError(f"EAR got gamma={self.gamma!r}: give a finite number of at least 0")
 
