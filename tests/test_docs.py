@@ -18,10 +18,13 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)  # ```py 
 @pytest.fixture
 def registries():
     """What examples make known is forgotten afterwards."""
-    from heart_attention import kernels, models
+    from heart_attention import backbones, kernels, models
     from heart_attention.calibration.measure import velocity_error
+    from heart_attention.evaluation import metrics
 
-    tables = (kernels.registry.REGISTERED, models.FAMILIES, velocity_error._REGISTRY)
+    tables = (
+        kernels.registry.REGISTERED, models.FAMILIES, velocity_error._REGISTRY, metrics._METRICS, backbones.registry._REGISTERED,
+    )  # fmt: skip
     before = [dict(table) for table in tables]
     yield
     for table, kept in zip(tables, before):

@@ -65,3 +65,28 @@ def test_a_file_that_no_method_uses_is_refused(by_protocol):
 def test_kinds_of_calibration(by_protocol):
     assert methods.kind_of(Calibration.load(JOINT)) == "joint"
     assert methods.kind_of(Calibration.load(by_protocol)) == "paper"
+
+
+def test_heart_takes_points_of_several_kinds(tiny_pipe, tmp_path):
+    """A file whose heads have different backbones is the row `heart`, at whatever budget its name tells."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    made = Calibration.load(JOINT)
+    points = [
+        {"backbone": made.backbone, "threshold": 0.9, "rest": "drop", "order": "raster"},
+        {"backbone": {**made.backbone, "stride": 4}, "threshold": 0.8, "rest": "drop", "order": "tiles"},
+    ]
+    choice = np.arange(24).reshape(6, 4) % 2
+    mixed = replace(
+        made, thresholds=None, backbone=None, candidates=None, E=None, S=None, bands=None, cost=None, points=points,
+        choice=choice, settings={}, shipped=False,
+    )  # fmt: skip
+    files = methods.sort_calibrations([str(mixed.save(tmp_path / "m.heart.json"))])
+    assert list(files) == [("heart", "points")]
+    methods.check(["dense", "heart@0.25"], files, "other")
+    config = methods.build("heart@0.25", tiny_pipe, "tiny", files).config
+    assert config.points is not None and type(config.reuse).__name__ == "TMR"
+    with pytest.raises(HeartError, match="needs a calibration of operating points"):
+        methods.check(["heart"], {}, "other")

@@ -167,7 +167,7 @@ def _config_source(args: argparse.Namespace) -> Any:
         name = args.preset or "xattention"
         backbone = _backbone_of(name)
         return (methods.shipped_calibration(backbone, args.model) if backbone == name else None) or name
-    kinds = {Calibration.load(path).backbone["name"] for path in args.calibration}
+    kinds = {point["backbone"]["name"] for path in args.calibration for point in Calibration.load(path).points}
     if args.preset and kinds != {_backbone_of(args.preset)}:
         raise HeartError(
             f"{args.calibration[0]} is a calibration for {', '.join(sorted(kinds))} but --preset is {args.preset}: "

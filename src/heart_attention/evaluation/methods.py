@@ -31,6 +31,7 @@ PARTS = {
     "heart": Part(True, "paper"),
     "joint": Part(True, "joint"),
 }
+HEART = "heart"  # operating points of all kinds; "heart@0.25" names its budget of time
 HOW = {"paper": "--method probes", "joint": "--method joint"}  # how `heart calibrate` makes each kind
 PAPER_CANDIDATES = (0.85, 0.9, 0.95)
 # The demo's rows: each shipped backbone as published, and with HEART on it.
@@ -50,7 +51,9 @@ Calibrations = Mapping[tuple[str, str], Sequence[str]]  # (backbone's name, kind
 
 
 def kind_of(calibration: Any) -> str:
-    """The kind "paper" for a calibration made by the paper's protocol, "joint" for any other."""
+    """The kind of a calibration: "points" if heads have points of several kinds, "paper" by its protocol, else "joint"."""
+    if not calibration.simple:
+        return "points"
     settings = calibration.settings
     as_in_paper = (
         calibration.method == "probes"
@@ -69,7 +72,8 @@ def sort_calibrations(paths: Iterable[str]) -> dict[tuple[str, str], list[str]]:
     sorted_: dict[tuple[str, str], list[str]] = {}
     for path in paths:
         made = Calibration.load(path)
-        sorted_.setdefault((made.backbone["name"], kind_of(made)), []).append(path)
+        kind = kind_of(made)
+        sorted_.setdefault((HEART if kind == "points" else made.backbone["name"], kind), []).append(path)
     return sorted_
 
 
@@ -79,7 +83,7 @@ def shipped_calibration(backbone: str, model: str, kind: str = "joint") -> str |
         return None
     from .. import tiny
 
-    name = f"{backbone}-paper.heart.json" if kind == "paper" else f"{backbone}.heart.json"
+    name = f"{backbone}-paper.heart.json" if kind == "paper" else f"{backbone}.heart.json"  # heart.heart.json: points
     path = Path(tiny.path()).parent / "calibrations" / name
     return str(path) if path.is_file() else None
 
@@ -89,12 +93,12 @@ def parse(name: str) -> tuple[str, str]:
     from .. import backbones
 
     backbone, plus, part = name.partition("+")
-    if name == DENSE:
-        return DENSE, ""
+    if name == DENSE or name.partition("@")[0] == HEART:
+        return name.partition("@")[0], ""
     if backbone not in backbones.names() or part not in PARTS or (plus and not part):
         suffixes = ", ".join(f"+{p}" for p in PARTS if p)
         raise HeartError(
-            f"unknown method {name!r}: use dense, or one of {', '.join(backbones.names())}, alone or with {suffixes}"
+            f"unknown method {name!r}: use dense, heart, or one of {', '.join(backbones.names())}, alone or with {suffixes}"
         )
     return backbone, part
 
@@ -108,7 +112,7 @@ def build(name: str, pipe: Any, model: str, calibrations: Calibrations | None = 
     backbone, suffix = parse(name)
     if backbone == DENSE:
         return Method(DENSE, HeartConfig(thresholds=1.0, reuse=Always(), dense_steps=0))
-    part = PARTS[suffix]
+    part = Part(True, "points") if backbone == HEART else PARTS[suffix]
     if part.calibration:
         config = operating_point(_files(name, backbone, part.calibration, model, calibrations or {}), pipe)
     else:
@@ -132,6 +136,10 @@ def _files(name: str, backbone: str, kind: str, model: str, given: Calibrations)
     shipped = shipped_calibration(backbone, model, kind)
     if shipped is not None:
         return [shipped]
+    if kind == "points":
+        raise HeartError(
+            f"method {name!r} needs a calibration of operating points: make one and pass it by --calibration"
+        )
     made = f"`heart calibrate --model {model} --backbone {backbone} {HOW[kind]} --out {backbone}.heart.json`"
     others = [k for b, k in given if b == backbone]
     if others and kind == "paper":
@@ -149,13 +157,13 @@ def check(names: Sequence[str], calibrations: Calibrations, model: str) -> None:
     used = set()
     for name in names:
         backbone, suffix = parse(name)
-        kind = PARTS[suffix].calibration
+        kind = "points" if backbone == HEART else PARTS[suffix].calibration if backbone != DENSE else ""
         if kind:
             _files(name, backbone, kind, model, calibrations)
             used.add((backbone, kind))
     for key, files in calibrations.items():
         if key not in used:
-            suffix = "+joint" if key[1] == "joint" else "+ebc or +heart"
+            suffix = {"joint": "+joint", "paper": "+ebc or +heart", "points": ""}[key[1]]
             raise HeartError(
                 f"{files[0]} is for {key[0]}{suffix}, not among the methods: name it, or leave the file out"
             )
