@@ -96,11 +96,13 @@ static void keep_row(const float *scores, const int64_t *sizes, int64_t columns,
         choose_pivot(ranks, lo, hi);
         uint64_t pivot = ranks[hi - 1];
         int64_t mid = lo, keys = 0;
-        for (int64_t i = lo; i < hi - 1; i++)
-            if (ranks[i] < pivot) {
-                keys += sizes[(uint32_t)ranks[i]];
-                swap(ranks + i, ranks + mid++);
-            }
+        for (int64_t i = lo; i < hi - 1; i++) { /* no branch: nobody could foresee it */
+            uint64_t one = ranks[i];
+            int64_t smaller = one < pivot;
+            ranks[i] = ranks[mid], ranks[mid] = one;
+            keys += smaller * sizes[(uint32_t)one];
+            mid += smaller;
+        }
         swap(ranks + mid, ranks + hi - 1);
         if (before + (double)keys < need || mid < at_least) {
             for (int64_t i = lo; i <= mid; i++) kept[(uint32_t)ranks[i]] = 1;
