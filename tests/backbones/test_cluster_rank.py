@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from heart_attention.backbones import SVG2, cluster_rank
 from heart_attention.errors import HeartError
+from heart_attention.kernels.ops.kmeans import Clusters, torch_sums
 
 
 def tokens(seed, n=96, dim=8):
@@ -16,17 +17,23 @@ def tokens(seed, n=96, dim=8):
     return [torch.randn(n, dim, generator=generator) for _ in range(3)]
 
 
+def means(x, labels, count):
+    sums, sizes = torch_sums(x, labels, count)
+    return sums / sizes.clamp(min=1).unsqueeze(-1), sizes
+
+
 @given(st.integers(0, 1000))
 def test_scores_equal_the_formula_written_out(seed):
     q, k, v = tokens(seed)
     generator = torch.Generator().manual_seed(seed)
     a, b = torch.randint(5, (96,), generator=generator), torch.randint(7, (96,), generator=generator)
-    q_mean, q_square, _ = cluster_rank.moments(q, a, 5)
-    k_mean, k_square, sizes = cluster_rank.moments(k, b, 7)
-    v_mean, v_square, _ = cluster_rank.moments(v, b, 7)
-    mass = cluster_rank.cluster_mass(q_mean, k_mean, sizes)
-    spread = (v_square - v_mean.square()).sum(-1)
-    scores = cluster_rank.error_per_key(mass, q_square, k_square - k_mean.square(), spread, sizes)
+    a, b = (Clusters(x, *means(y, x, count), 0) for x, y, count in ((a, q, 5), (b, k, 7)))
+    mass = cluster_rank.cluster_mass(a.centroids, b.centroids, b.sizes)
+    v_mean = means(v, b.labels, 7)[0]
+    spread = (cluster_rank.mean_square(v, b) - v_mean.square()).sum(-1)
+    k_variance = cluster_rank.mean_square(k, b) - b.centroids.square()
+    scores = cluster_rank.error_per_key(mass, cluster_rank.mean_square(q, a), k_variance, spread, b.sizes)
+    a, b = a.labels, b.labels
     for i in range(5):
         for j in range(7):
             mine, keys, values = q[a == i].double(), k[b == j].double(), v[b == j].double()

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.ops.kmeans import cluster_sums
+from ..kernels.ops.kmeans import Clusters, cluster_sums
+from ..kernels.ops.selection import keep_share
 from ..masks import top_p
 
 RANKS = ("mass", "error")
@@ -26,12 +27,10 @@ def cluster_mass(q_centroids: Tensor, k_centroids: Tensor, k_sizes: Tensor) -> T
     return torch.softmax(logits + k_sizes.float().log(), dim=-1)
 
 
-def moments(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [C, D], mean square [C, D] and size [C] of the tokens with each label; x fp32 [N, D]."""
-    sums, sizes = cluster_sums(x, labels, count)
-    squares, _ = cluster_sums(x.square(), labels, count)
-    number = sizes.clamp(min=1).unsqueeze(-1)
-    return sums / number, squares / number, sizes
+def mean_square(x: Tensor, clusters: Clusters) -> Tensor:
+    """Mean square of the tokens of each cluster, [C, D]; x fp32 [N, D]."""
+    squares, sizes = cluster_sums(x.square(), clusters.labels, len(clusters.sizes))
+    return squares / sizes.clamp(min=1).unsqueeze(-1)
 
 
 def error_per_key(mass: Tensor, q_square: Tensor, k_variance: Tensor, v_spread: Tensor, k_sizes: Tensor) -> Tensor:
@@ -62,10 +61,4 @@ def by_share(scores: Tensor, k_sizes: Tensor, share: float, at_least: int) -> Te
     Every query cluster computes about as many keys, so the cost is known beforehand. Ties go to the lowest index; a row
     with NaN is kept whole.
     """
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    sizes = k_sizes.double()[order]  # [Cq, Ck]
-    before = sizes.cumsum(-1) - sizes
-    keep = before < share * k_sizes.sum().double()
-    keep[:, : max(1, at_least)] = True
-    keep |= scores.isnan().any(-1, keepdim=True)
-    return torch.empty_like(keep).scatter_(-1, order, keep)
+    return keep_share(scores, k_sizes, share, max(1, at_least))

@@ -30,7 +30,7 @@ from .base import (
     read_thresholds,
     tokens,
 )
-from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, error_per_key, moments
+from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, error_per_key, mean_square
 from .kmeans import Clusters, lloyd_heads, random_tokens, video_tokens
 
 PAPER_RATIO = 0.10  # the least share of key clusters, of the original
@@ -177,7 +177,8 @@ class SVG2(Backbone):
             k_clusters = self._cluster_side(k[b], 1, places, state, text, (layer, branch))
             for h, pair in enumerate(zip(q_clusters, k_clusters)):
                 if tau[b, h] < 1:
-                    scores = self._scores(pair, q[b, h], None if v is None else v[b, h], text, k[b, h])
+                    tokens = [None if x is None else _video(x[b, h], text) for x in (q, k, v)]
+                    scores = self._scores(pair, *tokens)
                     mask.map[b, h, : self.q_clusters, : self.k_clusters] = self._select(
                         scores, pair[1].sizes, float(tau[b, h])
                     )
@@ -229,15 +230,18 @@ class SVG2(Backbone):
     def _present(self, mask: ClusterMask, h: int, q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores [Cq, Ck] of one head of a mask [1, H] and sizes of its key clusters, from the present tokens."""
         text = mask.text
-        pair = []
-        for x, labels, count in ((q, mask.q_labels, self.q_clusters), (k, mask.k_labels, self.k_clusters)):
-            own = labels[0, h].long()
-            own = own if text is None else own[text.video_index(len(own), own.device)]
-            tokens = video_tokens(x[0, h], text) if text is not None or x.dtype != torch.float32 else x[0, h]
-            sums, sizes = cluster_sums(tokens, own, count)
-            pair.append(Clusters(own, sums / sizes.clamp(min=1).unsqueeze(-1), sizes, 0))
-        values = None if v is None else v[0, h]
-        return self._scores((pair[0], pair[1]), q[0, h], values, text, k[0, h]), pair[1].sizes
+        q_labels, k_labels = (self._video_labels(x[0, h], text) for x in (mask.q_labels, mask.k_labels))
+        tokens = [None if x is None else _video(x[0, h], text) for x in (q, k, v)]
+        assert tokens[0] is not None and tokens[1] is not None
+        q_sums, q_sizes = cluster_sums(tokens[0], q_labels, self.q_clusters)
+        k_sums, k_sizes = cluster_sums(tokens[1], k_labels, self.k_clusters)
+        queries = Clusters(q_labels, q_sums / q_sizes.clamp(min=1).unsqueeze(-1), q_sizes, 0)
+        keys = Clusters(k_labels, k_sums / k_sizes.clamp(min=1).unsqueeze(-1), k_sizes, 0)
+        return self._scores((queries, keys), *tokens), k_sizes
+
+    def _video_labels(self, labels: Tensor, text: Text | None) -> Tensor:
+        labels = labels.long()
+        return labels if text is None else labels[text.video_index(len(labels), labels.device)]
 
     @torch.no_grad()
     def cluster(self, x: Tensor, init: Tensor, iters: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,22 +289,19 @@ class SVG2(Backbone):
         at_least = int(self.least_ratio * len(k_centroids))
         return by_mass(cluster_mass(q_centroids, k_centroids, k_sizes), tau, at_least)
 
-    def _scores(
-        self, pair: tuple[Clusters, Clusters], q: Tensor, v: Tensor | None, text: Text | None, k: Tensor
-    ) -> Tensor:
-        """What clusters of one head are ranked by, fp32 [Cq, Ck]; q, k, v [N, D]."""
+    def _scores(self, pair: tuple[Clusters, Clusters], q: Tensor | None, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """What clusters of one head are ranked by, fp32 [Cq, Ck]; q, k, v are its video tokens, fp32 [N, D]."""
         queries, keys = pair
         mass = cluster_mass(queries.centroids, keys.centroids, keys.sizes)
         if self.rank == "mass":
             return mass
-        if v is None:
+        if q is None or k is None or v is None:
             raise HeartError("SVG2(rank='error') ranks clusters by their values too: give v to predict")
-        q, k, v = (video_tokens(x, text) if text is not None else x.float() for x in (q, k, v))
-        _, q_square, _ = moments(q, queries.labels, self.q_clusters)
-        k_mean, k_square, _ = moments(k, keys.labels, self.k_clusters)
-        v_mean, v_square, _ = moments(v, keys.labels, self.k_clusters)
-        spread = (v_square - v_mean.square()).sum(-1)  # [Ck]
-        return error_per_key(mass, q_square, k_square - k_mean.square(), spread, keys.sizes)
+        q_square = mean_square(q, queries)
+        k_variance = mean_square(k, keys) - keys.centroids.square()
+        v_mean = cluster_sums(v, keys.labels, self.k_clusters)[0] / keys.sizes.clamp(min=1).unsqueeze(-1)
+        spread = (mean_square(v, keys) - v_mean.square()).sum(-1)  # [Ck]
+        return error_per_key(mass, q_square, k_variance, spread, keys.sizes)
 
     def _select(self, scores: Tensor, k_sizes: Tensor, tau: float) -> Tensor:
         """The clusters to keep at threshold τ, bool [Cq, Ck]."""
@@ -358,6 +359,11 @@ class SVG2(Backbone):
         if text is not None:  # the prompt's row and column stay ones
             mask.map[b, h, rows + 1, : cols + 1] = False
             mask.map[b, h, : rows + 1, cols + 1] = False
+
+
+def _video(x: Tensor, text: Text | None) -> Tensor:
+    """The video tokens of one head [N, D], in fp32."""
+    return x if text is None and x.dtype == torch.float32 else video_tokens(x, text)
 
 
 def _with_text(labels: Tensor, count: int, text: Text | None, n: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The C code for prediction on a CPU (predict.c): block scores, nearest centroids, sums and means."""
+"""The C code for prediction on a CPU (predict.c, select.c): scores, nearest centroids, sums, means, selection."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _SCORES = struct.Struct("16q")
 _NEAREST = struct.Struct("9q")
 _SUMS = struct.Struct("8q")
 _MEANS = struct.Struct("8q")
+_SHARE = struct.Struct("4qd2q")  # of select.c
 
 
 def reasons_not(*tensors: Tensor) -> list[str]:
@@ -74,6 +75,17 @@ def cluster_sums(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]
     return sums, sizes
 
 
+def keep_share(scores: Tensor, sizes: Tensor, share: float, at_least: int) -> Tensor:
+    """The best groups of each row until they hold the share of all keys: fp32 [R, C], int64 [C] -> bool [R, C]."""
+    scores, sizes = scores.contiguous(), sizes.contiguous()
+    out = torch.empty(scores.shape, dtype=torch.bool)
+    need = share * float(sizes.sum())
+    _call(
+        "heart_keep_share", _SHARE, scores.data_ptr(), *scores.shape, sizes.data_ptr(), need, at_least, out.data_ptr()
+    )
+    return out
+
+
 def token_means(x: Tensor) -> Tensor:
     """Means over tokens, fp32: x [B, H, N, D] -> [B, H, D]."""
     out = torch.empty(x.shape[0], x.shape[1], x.shape[3], dtype=torch.float32)
@@ -91,6 +103,6 @@ def pointers(tensors: list[Tensor]) -> ctypes.Array:
     return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
 
 
-def _call(name: str, form: struct.Struct, *arguments: int) -> None:
+def _call(name: str, form: struct.Struct, *arguments: int | float) -> None:
     if build.call(name, form, *arguments):
         raise HeartError("there is not enough memory to predict the mask: free some, or use a shorter sequence")
