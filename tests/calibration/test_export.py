@@ -137,7 +137,7 @@ def test_points_of_several_kinds_go_to_csv_only():
     ]
     mixed = Calibration(
         points=points, choice=[[[0, 1]], [[1, 1]]], E=np.ones((2, 1, 2, 2)), S=np.full((2, 1, 2, 2), 0.5),
-        phases={"sigmas": [0.5], "weights": [1, 2]},
+        phases={"sigmas": [0.5], "weights": [1, 2], "steps": [3, 4]},
     )  # fmt: skip
     rows = list(csv.DictReader(io.StringIO(export.to_csv(mixed))))
     assert len(rows) == 8 and rows[2] == {

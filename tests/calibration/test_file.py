@@ -125,7 +125,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = made().save(tmp_path / "a.heart.json")
     before = path.read_bytes()
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(HeartError, match="No space"):
         made(seed=9).save(path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.heart.json"]
 
@@ -182,8 +182,8 @@ def edited(change) -> dict:
         (lambda d: d.pop("S"), "all of them or none"),
         (lambda d: d.update(cost=d["S"][0]), "not for one phase"),
         (lambda d: d["bands"][0][0][0][0].pop(), "rectangular"),
-        (lambda d: d.update(phases={"sigmas": [0.5]}), "sigmas and weights"),
-        (lambda d: d.update(phases={"sigmas": [0.5], "weights": [1.0]}), "has shape"),
+        (lambda d: d.update(phases={"sigmas": [0.5]}), "sigmas, weights and steps"),
+        (lambda d: d.update(phases={"sigmas": [0.5], "weights": [1.0], "steps": [5]}), "has shape"),
         (lambda d: d.update(phases=[1]), "phases is list"),
         (lambda d: d["settings"].update(dense_steps="5"), "setting dense_steps is 5"),
         (lambda d: d["settings"].update(grid=[1, 2]), "setting grid"),
@@ -489,7 +489,11 @@ def mixed(phases=2) -> Calibration:
     choice, E, S, cost = rng.integers(0, 4, shape[:3]), rng.random(shape), rng.random(shape), rng.random(shape)
     if phases == 1:
         choice, E, S, cost = choice[0], E[0], S[0], cost[0]
-    known = {"sigmas": [0.5 / 2**p for p in range(phases - 1)], "weights": [1.0] * phases} if phases > 1 else {}
+    known = (
+        {"sigmas": [0.5 / 2**p for p in range(phases - 1)], "weights": [1.0] * phases, "steps": [5] * phases}
+        if phases > 1
+        else {}
+    )
     return Calibration(points=points, choice=choice, E=E, S=S, cost=cost, phases=known)
 
 
@@ -508,7 +512,7 @@ def test_points_of_several_kinds_survive(tmp_path, phases):
 def test_phases_must_fit_their_tables():
     data = json.loads(mixed(3).to_bytes())
     for change, words in (
-        (lambda d: d.pop("phases"), "sigmas and weights"),
+        (lambda d: d.pop("phases"), "sigmas, weights and steps"),
         (lambda d: d["phases"].update(sigmas=[0.2, 0.5]), "must descend"),
         (lambda d: d["phases"].update(sigmas=[0.5]), "has shape"),
         (lambda d: d["phases"].update(weights=[1, 1, -1]), "runs from"),

@@ -21,7 +21,11 @@ POINTS = (*points_of(X, (0.5,)), *points_of(S, (0.5,), rest="mean"), *points_of(
 
 
 def calibration(choice, sigmas=(), **more) -> Calibration:
-    phases = {"sigmas": list(sigmas), "weights": [1.0] * (len(sigmas) + 1)} if sigmas else {}
+    phases = (
+        {"sigmas": list(sigmas), "weights": [1.0] * (len(sigmas) + 1), "steps": [5] * (len(sigmas) + 1)}
+        if sigmas
+        else {}
+    )
     return Calibration(points=[p.to_dict() for p in POINTS], choice=choice, phases=phases, **more)
 
 

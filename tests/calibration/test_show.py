@@ -186,3 +186,24 @@ def test_heart_solve_with_other_weights(path, made, tmp_path):
 def test_heart_solve_refusals(path, more, words):
     with pytest.raises(HeartError, match=words):
         heart("solve", path, *more)
+
+
+def test_points_of_several_kinds_are_told_by_phase(tmp_path):
+    points = [
+        {"backbone": {"name": "xattention"}, "threshold": 0.9, "rest": "drop", "order": "tiles"},
+        {"backbone": {"name": "svg2"}, "threshold": 0.3, "rest": "mean", "order": "raster"},
+        {"backbone": {"name": "svg2"}, "threshold": 0.5, "rest": "mean", "order": "raster"},
+    ]
+    mixed = Calibration(
+        points=points, choice=[[[0, 1], [1, 1]], [[1, 0], [1, 1]]],
+        phases={"sigmas": [0.5], "weights": [1.5, 0.5], "steps": [3, 4]},
+    )  # fmt: skip
+    told = show.text(mixed)
+    assert "phase 0, σ 1 … 0.5, weight 1.5" in told and "xattention τ 0.9, rest drop, tiles" in told
+    assert "    0 a b" in told and "τ 0.5" not in told  # nobody took it
+    figures = show.summary(mixed)
+    assert [p["heads"] for p in figures["points"]] == [2, 6, 0] and figures["phases"]["sigmas"] == [0.5]
+    for matplotlib in (True, False):
+        if matplotlib:
+            pytest.importorskip("matplotlib")
+        assert show.picture(mixed, tmp_path / f"{matplotlib}.png", matplotlib).stat().st_size > 1000

@@ -29,10 +29,11 @@ from . import values
 from .fingerprint import check_fingerprint, differences, fingerprint, other_values, prompts_hash, versions
 from .measure.velocity_error import check_weights
 from .migration import SCHEMA, migrated
-from .solve.solver import Budget, solve_budget
+from .solve.solver import Budget, solve, solve_budget
 
 if TYPE_CHECKING:
     from ..online.points import PointTable
+    from .solve.times import TimeModel
 
 __all__ = ["Calibration", "fingerprint", "prompts_hash", "versions"]
 
@@ -80,7 +81,8 @@ class Calibration(ThresholdSource):
         points: operating points as plain JSON, each {"backbone", "threshold", "rest", "order"}.
         choice: index of every head's point, [L, H].
         cost: computed keys (kept and approximated) of every head and point as a share of all, [L, H, K].
-        phases: {"sigmas": boundaries by noise level, descending, "weights": of each phase's error}; empty for one phase.
+        phases: {"sigmas": boundaries by noise level, descending, "weights": of each phase's error (E is weighed by them),
+            "steps": how many it has}; empty for one phase.
         forced: not saved; set by `load(force=True)`, then `check` passes a foreign fingerprint.
         shipped: not saved; set for files of this package, whose weights must be the very ones.
     """
@@ -189,9 +191,10 @@ class Calibration(ThresholdSource):
         self._put("phases", values.plain(self.phases, "phases", dict))
         if count == 1 and not self.phases:
             return
-        if set(self.phases) != {"sigmas", "weights"}:
-            raise HeartError("the calibration's phases are an object with sigmas and weights")
+        if set(self.phases) != {"sigmas", "weights", "steps"}:
+            raise HeartError("the calibration's phases are an object with sigmas, weights and steps")
         values.array(self.phases["weights"], "weights of phases", 1, 0.0, math.inf, shape=(count,))
+        values.array(self.phases["steps"], "steps of phases", 1, 1, 1_000_000, shape=(count,))
         if count == 1 and self.phases["sigmas"] == []:
             return
         sigmas = values.array(self.phases["sigmas"], "sigmas", 1, 0.0, math.inf, open_low=True, shape=(count - 1,))
@@ -429,12 +432,47 @@ class Calibration(ThresholdSource):
             self, choice=choice, solver=solver, verification={}, thresholds=None, backbone=None, candidates=None
         )
 
-    def resolve(self, budget: Budget | str | float, method: str = "exact") -> Calibration:
-        """The best choice for another budget from the stored tables."""
+    def resolve(
+        self, budget: Budget | str | float, method: str = "exact", cost_table: str | os.PathLike | None = None
+    ) -> Calibration:
+        """The best choice for another budget from the stored tables.
+
+        A budget of time takes the table of costs in a file of `heart tune-costs`, or the one that ships for the kind of
+        device that the calibration was made on.
+        """
         if self.E is None:
             raise HeartError("the calibration has no error and sparsity tables: there is nothing to solve again")
-        result = solve_budget(self.E, self.S, [p["threshold"] for p in self.points], budget, method)
-        return self.with_choice(result.choice, result.to_dict())
+        asked, taus = Budget.parse(budget), [p["threshold"] for p in self.points]
+        if asked.kind != "time":
+            result = solve_budget(self.E, self.S, taus, asked, method, shares=self._shares())
+            return self.with_choice(result.choice, result.to_dict())
+        model, times = self._times(cost_table)
+        result = solve(
+            self.E,
+            self.S,
+            thresholds=taus,
+            method=method,
+            times=times,
+            max_time=model.limit(asked.value),
+            shares=self._shares(),
+        )
+        again = self.with_choice(result.choice, result.to_dict())
+        return replace(again, extra={**self.extra, "time": model.to_dict()})
+
+    def _shares(self) -> np.ndarray | None:
+        """How much the heads of each phase count in a mean over steps, [P, 1, 1]."""
+        return np.array(self.phases["steps"], float)[:, None, None] if self.phase_count > 1 else None
+
+    def _times(self, cost_table: str | os.PathLike | None) -> tuple[TimeModel, np.ndarray]:
+        """The model of times with a table's digest, and the time of every head and point."""
+        from .solve.times import TimeModel, table_for
+
+        if "time" not in self.extra or self.cost is None:
+            raise HeartError("the calibration was not made for a budget of time: calibrate with --budget time=T")
+        model = TimeModel.from_dict(self.extra["time"])
+        table = table_for(model.kind, None if cost_table is None else os.fspath(cost_table))
+        fixed, rate = model.lines(self.points, table).T
+        return replace(model, kind=table.kind, digest=table.digest), fixed + rate * self.cost
 
     def reweighted(self, weights: Sequence[float]) -> Calibration:
         """The error table for other band weights, from the stored band energies; solve again after it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .. import backbones
 from ..backbones.base import Backbone
 from ..errors import HeartError
 from ..files import read_json
@@ -26,25 +27,24 @@ def points_of(
     return tuple(Point(backbone, float(t), rest, order) for t in thresholds)
 
 
-def read_points(path: str | os.PathLike) -> tuple[Point, ...]:
+def read_points(path: str | os.PathLike, by_name: Callable[[str], Backbone] = backbones.by_name) -> tuple[Point, ...]:
     """Points from a JSON file: a list of objects with backbone, threshold, rest and order.
 
-    `threshold` may be a list, rest and order may be left out; a backbone may be its name.
+    `threshold` may be a list, rest and order may be left out. A backbone may be a name alone: `by_name` then says its
+    settings.
     """
     data = read_json(path)
     rows = data.get("points") if isinstance(data, dict) else data
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise HeartError(f"{path} holds no operating points: give a JSON list of objects with backbone and threshold")
-    return distinct([point for row in rows for point in _expanded(row)])
+    return distinct([point for row in rows for point in _expanded(row, by_name)])
 
 
-def _expanded(row: dict[str, Any]) -> list[Point]:
+def _expanded(row: dict[str, Any], by_name: Callable[[str], Backbone]) -> list[Point]:
     backbone, threshold = row.get("backbone"), row.get("threshold")
-    named = {"name": backbone} if isinstance(backbone, str) else backbone
+    settings = by_name(backbone).to_dict() if isinstance(backbone, str) else backbone
     taus = threshold if isinstance(threshold, list) else [threshold]
-    return [
-        Point.from_dict({"rest": "drop", "order": "raster", **row, "backbone": named, "threshold": t}) for t in taus
-    ]
+    return [Point.from_dict({**row, "backbone": settings, "threshold": tau}) for tau in taus]
 
 
 def distinct(points: Sequence[Point]) -> tuple[Point, ...]:

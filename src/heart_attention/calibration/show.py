@@ -46,6 +46,10 @@ def summary(calibration: Calibration) -> dict[str, Any]:
     out: dict[str, Any] = {
         "model": c.model,
         "backbone": c.backbone,
+        "rest": c.rest,
+        "points": [{**point, "heads": int((c.choice == k).sum())} for k, point in enumerate(c.points)],
+        "phases": c.phases,
+        "cost": c.density_cost,
         "method": c.method,
         "layers": c.layers,
         "heads": c.heads,
@@ -113,34 +117,80 @@ def _ranks(calibration: Calibration) -> dict[float, int | None]:
 
 
 def _grid(calibration: Calibration, colours: bool) -> list[str]:
-    share, rank = _share(calibration), _ranks(calibration)
+    """A picture of the thresholds, or where points are of several kinds of which point each head takes, by phase."""
     head = "layer " + "".join(f"{h:<2}" if h % 5 == 0 else "  " for h in range(calibration.heads)) + "  mean τ"
-    means = calibration.thresholds.mean(1)
-    cell = lambda s, tau: _cell(s, rank[float(tau)], colours)  # noqa: E731
-    rows = [
-        f"{layer:>5} " + "".join(map(cell, share[layer], calibration.thresholds[layer])) + f"  {means[layer]:.3f}"
-        for layer in range(calibration.layers)
-    ]
-    return [head.rstrip(), *rows]
+    taus, share, rank = _by_phase(calibration, calibration.thresholds), _share(calibration), _ranks(calibration)
+    lines = []
+    for phase, (table, shares, choice) in enumerate(
+        zip(taus, _by_phase(calibration, share), _by_phase(calibration, calibration.choice))
+    ):
+        lines += [f"phase {phase}, {_phase_words(calibration, phase)}"] if calibration.phase_count > 1 else []
+        lines.append(head.rstrip())
+        for layer, row in enumerate(table):
+            if calibration.simple:
+                cells = "".join(_cell(s, rank[float(t)], colours) for s, t in zip(shares[layer], row))
+            else:
+                cells = "".join(f"{_letter(k)} " for k in choice[layer])
+            lines.append(f"{layer:>5} {cells}  {row.mean():.3f}")
+    return lines
+
+
+def _by_phase(calibration: Calibration, table: np.ndarray) -> np.ndarray:
+    return table if calibration.phase_count > 1 else table[None]
+
+
+def _phase_words(calibration: Calibration, phase: int) -> str:
+    """The noise levels of a phase and how much its error counts."""
+    bounds = [1.0, *calibration.phases["sigmas"], 0.0]
+    return f"σ {bounds[phase]:.3g} … {bounds[phase + 1]:.3g}, weight {calibration.phases['weights'][phase]:.3g}"
+
+
+def _letter(point: int) -> str:
+    """One character for a point: a–z, A–Z, then +."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return letters[point] if point < len(letters) else "+"
+
+
+def point_words(point: dict[str, Any]) -> str:
+    """An operating point in a few words."""
+    order = point["order"] if isinstance(point["order"], str) else "an order for every head"
+    return f"{point['backbone']['name']} τ {point['threshold']:g}, rest {point['rest']}, {order}"
 
 
 def _legend(calibration: Calibration, colours: bool) -> list[str]:
-    found, rank = counts(calibration), _ranks(calibration)
-    low, high = min(found), max(found)
-    shown = list(found.items()) if len(found) <= 12 else []
+    if not calibration.simple:
+        return _point_legend(calibration)
+    heads_with, rank = counts(calibration), _ranks(calibration)
+    low, high = min(heads_with), max(heads_with)
     out = []
-    for tau, n in shown:
+    for tau, n in heads_with.items() if len(heads_with) <= 12 else ():
         share = (tau - low) / (high - low) if high > low else 0.5
         bar = "▪" * round(30 * n / calibration.thresholds.size)
         out.append(f"{_cell(share, rank[tau], colours)} τ {tau:<6g} {n:>5} heads  {bar}".rstrip())
     return out or [f"τ from {low:g} to {high:g}"]
 
 
+def _point_legend(calibration: Calibration) -> list[str]:
+    """How many heads take each point, phase by phase; points that nobody takes are left out."""
+    tables = _by_phase(calibration, calibration.choice)
+    lines = []
+    for k, point in enumerate(calibration.points):
+        heads = [int((table == k).sum()) for table in tables]
+        if sum(heads):
+            told = "  ".join(f"{n:>4}" for n in heads)
+            lines.append(f"{_letter(k)}  {told} heads  {point_words(point)}")
+    return lines
+
+
 def _facts(c: Calibration) -> list[str]:
     model = c.model or {}
     name = f"{model.get('class', 'unknown model')}, {c.layers} layers × {c.heads} heads"
     size = f"{c.width}×{c.height}, {c.frames} frames, {c.steps} steps" if c.width else ""
-    lines = [("model", name), ("backbone", _settings(c.backbone)), ("method", c.method)]
+    lines = [
+        ("model", name),
+        ("backbone", _settings(c.backbone) if c.backbone else c.backbone_names),
+        ("method", c.method),
+    ]
     lines += [("measured at", ", ".join(x for x in (size, c.scheduler or "") if x))]
     lines += [("error", _settings(c.error)), ("budget", _budget(c)), ("solver", _solver(c))]
     lines += [("joint error", _joint(c)), ("mean τ", f"{c.thresholds.mean():.4f}")]
@@ -210,30 +260,45 @@ def _by_matplotlib(c: Calibration, path: Path) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(5.0, 0.22 * c.heads + 4.0), max(2.6, 0.22 * c.layers + 1.4)), layout="constrained")
+    phases = c.phase_count
+    size = (max(5.0, 0.22 * c.heads * phases + 4.0), max(2.6, 0.22 * c.layers + 1.4))
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    grid, bars = figure.subplots(1, 2, width_ratios=[max(2.0, c.heads / 8), 1])
+    *grids, bars = figure.subplots(1, phases + 1, width_ratios=[*[max(2.0, c.heads / 8)] * phases, 1])
     ends = [point["threshold"] for point in c.points]
-    map_ = ListedColormap(colour(np.linspace(0, 1, 256)) / 255)
-    image = grid.imshow(c.thresholds, cmap=map_, vmin=np.min(ends), vmax=np.max(ends), aspect="auto")
-    grid.set_xlabel("head")
-    grid.set_ylabel("layer")
-    figure.colorbar(image, ax=grid, label="threshold τ")
-    found = counts(c)
-    bars.bar([f"{t:g}" for t in found], list(found.values()), color="#3b528b")
+    names = c.backbone_names.split("+")
+    image = None
+    for phase, (grid, taus, choice) in enumerate(zip(grids, _by_phase(c, c.thresholds), _by_phase(c, c.choice))):
+        map_ = ListedColormap(colour(np.linspace(0, 1, 256)) / 255)
+        image = grid.imshow(taus, cmap=map_, vmin=np.min(ends), vmax=np.max(ends), aspect="auto")
+        grid.set_xlabel("head" if phases == 1 else f"head, phase {phase}")
+        if len(names) > 1:  # the backbone by its first letter
+            for layer, head in np.ndindex(*choice.shape):
+                letter = c.points[choice[layer, head]]["backbone"]["name"][0]
+                grid.text(head, layer, letter, ha="center", va="center", fontsize=6, color="white")
+    grids[0].set_ylabel("layer")
+    figure.colorbar(image, ax=grids, label="threshold τ")
+    heads_with = counts(c) if c.simple else {n: _heads_of(c, n) for n in names}
+    bars.bar([t if isinstance(t, str) else f"{t:g}" for t in heads_with], list(heads_with.values()), color="#3b528b")
     bars.yaxis.get_major_locator().set_params(integer=True)
-    bars.set_xlabel("τ")
-    bars.set_ylabel("heads")
-    bars.tick_params(axis="x", rotation=90 if len(found) > 4 else 0)
+    bars.set_xlabel("τ" if c.simple else "backbone")
+    bars.set_ylabel("heads" if phases == 1 else "heads and phases")
+    bars.tick_params(axis="x", rotation=90 if len(heads_with) > 4 or not c.simple else 0)
     figure.suptitle(_title(c), fontsize=9)
     figure.savefig(path, dpi=120, metadata={"Software": None})  # no version inside: equal pictures, equal bytes
+
+
+def _heads_of(c: Calibration, name: str) -> int:
+    """How many heads (in all phases) take a backbone."""
+    return sum(int((c.choice == k).sum()) for k, point in enumerate(c.points) if point["backbone"]["name"] == name)
 
 
 def _by_pillow(c: Calibration, path: Path) -> None:
     from PIL import Image, ImageDraw
 
     cell, left, top = max(6, min(24, 1200 // max(c.heads, c.layers))), 46, 30
-    tiles = np.kron(colour(_share(c)), np.ones((cell, cell, 1), np.uint8))
+    shares = np.concatenate(list(_by_phase(c, _share(c))), axis=1)  # phases side by side
+    tiles = np.kron(colour(shares), np.ones((cell, cell, 1), np.uint8))
     height, width = tiles.shape[:2]
     legend = list(counts(c).items())[:40]
     canvas = Image.new(

@@ -21,7 +21,10 @@ def register(commands) -> None:
     _register_calibrate(commands)
     solve = add_command(commands, "solve", "new thresholds from a calibration's tables, without a model", run_solve)
     solve.add_argument("file", metavar=f"F{SUFFIX}")
-    solve.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S or threshold=τ (default shared=0.9)")
+    solve.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S, threshold=τ or time=T (default shared=0.9)")
+    solve.add_argument(
+        "--cost-table", metavar="FILE.json", help="of heart tune-costs, for time=T (default: what ships)"
+    )
     solve.add_argument("--weights", metavar="LL,LH,HL,HH", help="other band weights, from the stored band energies")
     solve.add_argument("--solver", choices=("exact", "cbc", "dp"), default="exact", help="cbc: PuLP's, as a check")
     solve.add_argument("--out", metavar=f"F{SUFFIX}", help="write the new calibration")
@@ -156,12 +159,14 @@ def run_solve(args: argparse.Namespace) -> int:
 
     out = out_path(args.out) if args.out else None
     if not (args.budget or args.weights):
-        raise HeartError("there is nothing to change: give --budget shared=τ|sparsity=S|threshold=τ, or --weights")
+        raise HeartError(
+            "there is nothing to change: give --budget shared=τ|sparsity=S|threshold=τ|time=T, or --weights"
+        )
     old = Calibration.load(args.file)
     made = old.reweighted(tuple(numbers(args.weights, "--weights"))) if args.weights else old
-    made = made.resolve(args.budget or "shared=0.9", args.solver)
-    moved = int((made.thresholds != old.thresholds).sum())
-    more: dict[str, Any] = {"changed": moved if args.json else f"{moved} of {made.thresholds.size} heads"}
+    made = made.resolve(args.budget or "shared=0.9", args.solver, args.cost_table)
+    moved = int((made.choice != old.choice).sum())
+    more: dict[str, Any] = {"changed": moved if args.json else f"{moved} of {made.choice.size} heads"}
     if out:
         made.save(out)
         more["file"] = str(out)

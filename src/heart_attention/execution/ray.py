@@ -3,7 +3,7 @@
 Data travels through Ray's object store, so workers need no shared folder; the caller alone writes records. A worker
 that dies takes at most its present task with it: the task goes to another, and a new worker is started in its place.
 Tasks are pure functions, so the result is that of a local run (on CPUs bit for bit, with as many threads a worker as
-the local run has).
+the local run has). Modules that this process was given with `--plugin` are imported by workers too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import plugins
 from ..errors import HeartError
 from .executor import Executor, Read, Record, T, Task, Worker
 
@@ -26,8 +27,9 @@ PATIENCE = 3  # times that a task may lose its worker before it is held to be th
 class _Actor:
     """Runs on a Ray worker: sets up a worker once, then runs tasks."""
 
-    def __init__(self, loader: Callable[[], Worker], threads: int):
+    def __init__(self, loader: Callable[[], Worker], threads: int, modules: Sequence[str]):
         torch.set_num_threads(threads)
+        plugins.load(modules)
         self.worker = loader()
 
     def process(self) -> int:
@@ -86,7 +88,7 @@ class RayExecutor(Executor[T]):
 
     def _start(self) -> Any:
         actor = self.ray.remote(**self.resources)(_Actor)
-        return actor.remote(self.loader, self.threads)
+        return actor.remote(self.loader, self.threads, plugins.loaded())
 
     def do(self, tasks: Sequence[T], read: Read) -> Iterator[tuple[T, Record]]:
         """See `Executor.do`: records come in the order in which tasks end."""

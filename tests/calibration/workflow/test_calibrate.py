@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -287,6 +288,11 @@ def test_a_budget_of_time_is_kept(pipe, tmp_path, method):
     assert spent is not None and made.extra["time"]["digest"] and made.solver["proven"]
     looser = calibrate.run(pipe, settings(method, budget="time=0.9", **given), tmp_path / "w2")
     assert looser.density_cost >= made.density_cost
+    again = made.resolve("time=0.9", cost_table=table)  # without a model
+    assert again.solver["time"] <= again.solver["budget"]["max_time"] + 1e-8 and again.solver["proven"]
+    assert again.density_cost >= made.density_cost and again.extra["time"] == made.extra["time"]
+    with pytest.raises(HeartError, match="not made for a budget of time"):
+        replace(made, extra={}).resolve("time=0.9")
 
 
 def _table_of_ones(folder):

@@ -40,6 +40,20 @@ def test_short_runs_have_fewer_contexts(pipe):
     assert asked.contexts == 1 and asked.held_out_contexts == 0 and asked.rounds == 1
 
 
+def test_points_by_name(pipe, tiny_pipe, tmp_path):
+    default = defaults.settings_for(tiny_pipe, "xattention", None, None, None, {"points": "default"})
+    assert default.scale_clusters and len(default.candidate_points) == 19
+    assert {(p.backbone.name, p.rest) for p in default.points} == {("xattention", "drop"), ("svg2", "mean")}
+    blocks = {p.backbone.block for p in default.points if p.backbone.name == "xattention"}
+    assert blocks == {64}  # the embedded model's own
+    paper = defaults.settings_for(pipe, "svg2", ["a"], [], CALL, {"points": "paper", "method": "probes"})
+    assert paper.taus == (0.85, 0.9, 0.95) and paper.backbone.name == "svg2"
+    assert (paper.strata, paper.mean, paper.realised) == ("paper", "plain", False)
+    (tmp_path / "p.json").write_text('[{"backbone": "svg2", "threshold": [0.5, 0.6], "rest": "mean"}]')
+    mine = defaults.settings_for(pipe, "xattention", ["a"], [], CALL, {"points": str(tmp_path / "p.json")})
+    assert mine.taus == (0.5, 0.6) and mine.reference == 1
+
+
 def test_an_order_may_come_from_a_config(pipe, tmp_path):
     table = (("raster", "4x2x1"), ("1x2x4", "raster"))
     HeartConfig("xattention", order=table).save(tmp_path / "c.json")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ... import backbones
 from ...backbones import Backbone
 from ...config import HeartConfig
 from ...errors import HeartError
@@ -15,10 +14,11 @@ from ...online.points import Point
 from ...presets import identify, preset
 from .. import experts
 from ..measure import velocity_error
-from ..points import points_of, read_points
+from ..points import read_points
 from .settings import PAPER_CANDIDATES, Settings, default_of
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
+POINTS = Path(__file__).with_name("points.json")
 
 
 def settings_for(
@@ -70,26 +70,17 @@ def _points(pipe: Any, values: dict[str, Any]) -> dict[str, Any]:
         return {}
     if given == "paper":
         return {"points": None, "candidates": PAPER_CANDIDATES}
-    if given == "default":
+    if given == "default":  # cluster counts there are meant for 32,760 tokens
         return {"points": default_points(pipe), "scale_clusters": True}
-    return {"points": read_points(given), "scale_clusters": False}
+    return {"points": read_points(given, lambda name: preset(name, pipe).backbone), "scale_clusters": False}
 
 
 def default_points(pipe: Any) -> tuple[Point, ...]:
-    """All registered backbones at their own thresholds: blocks in raster and in tiles, clusters with means for the rest.
+    """The points of `points.json`: blocks in raster and in tiles, and fine clusters with means for the rest.
 
     Keys of a cluster are alike, so its mean stands for them; keys of a block are not, and what it leaves out is dropped.
     """
-    points: list[Point] = []
-    for name in backbones.names():
-        backbone = preset(name, pipe).backbone
-        if backbone.block_tokens is None:
-            points += points_of(backbone, backbone.candidates, rest="mean")
-        else:
-            points += [
-                p for order in ("raster", "tiles") for p in points_of(backbone, backbone.candidates, order=order)
-            ]
-    return tuple(points)
+    return read_points(POINTS, lambda name: preset(name, pipe).backbone)
 
 
 def _steps(pipe: Any, values: dict[str, Any]) -> int:

@@ -47,7 +47,10 @@ class Phases:
 
     def to_dict(self) -> dict[str, Any]:
         """What a calibration file holds; nothing for one phase."""
-        return {"sigmas": list(self.sigmas), "weights": list(self.weights)} if self.count > 1 else {}
+        if self.count == 1:
+            return {}
+        steps = [last - first + 1 for first, last in self.intervals]
+        return {"sigmas": list(self.sigmas), "weights": list(self.weights), "steps": steps}
 
 
 def phases_of(settings: Settings, scheduler: Any, served: tuple[int, int] | None = None) -> Phases:
