@@ -51,7 +51,7 @@ int heart_cluster_moments(const struct heart_moments *a) {
     return 0;
 }
 
-struct heart_keep {
+struct heart_ranked {
     int64_t heads, rows, columns;
     const float *scores;  /* [heads][rows][columns] */
     const int64_t *sizes; /* [heads][columns] */
@@ -115,7 +115,7 @@ static void keep_row(const float *scores, const int64_t *sizes, int64_t columns,
 }
 
 /* Which columns each row keeps. Returns 0, or 1 without memory. */
-int heart_keep_share(const struct heart_keep *a) {
+int heart_rank_keep(const struct heart_ranked *a) {
     int failed = 0;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {

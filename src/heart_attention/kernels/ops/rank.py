@@ -76,7 +76,7 @@ def _c_keep_share(scores: Tensor, sizes: Tensor, shares: Tensor, at_least: int =
     scores, sizes, shares = scores.contiguous(), sizes.contiguous(), shares.double().expand(batch, heads).contiguous()
     kept = torch.empty(scores.shape, dtype=torch.bool)
     failed = build.call(
-        "heart_keep_share", _KEEP, batch * heads, rows, columns, scores.data_ptr(), sizes.data_ptr(), shares.data_ptr(),
+        "heart_rank_keep", _KEEP, batch * heads, rows, columns, scores.data_ptr(), sizes.data_ptr(), shares.data_ptr(),
         at_least, kept.data_ptr(), build.threads(),
     )  # fmt: skip
     if failed:
@@ -97,4 +97,4 @@ def _keep_reasons(scores: Tensor | None = None, *more: object, **options: object
 cluster_moments = Op(
     "cluster moments", Way("c", _c_cluster_moments, _moments_reasons), Way("torch", torch_cluster_moments)
 )
-keep_share = Op("keep share", Way("c", _c_keep_share, _keep_reasons), Way("torch", torch_keep_share))
+keep_share = Op("ranked share", Way("c", _c_keep_share, _keep_reasons), Way("torch", torch_keep_share))
