@@ -17,7 +17,7 @@ from heart_attention.models.attachment import attach
 from heart_attention.online.cost_model import Costs, CostTable, Line
 from heart_attention.online.engine import Engine
 
-PATIENCE = 60
+PATIENCE = 120
 HEADS = 3  # on two ranks: two and one
 FREE = Line(0.0, 0.0)
 

@@ -60,6 +60,26 @@ def test_a_mask_of_all_ones_is_dense(name):
     torch.testing.assert_close(full, plain, rtol=1e-4, atol=2e-5)
 
 
+# Classes with tokens beside the video, before it, after it, on both sides; and one without.
+BESIDE = ["cogvideox", "helios", "minimax-h3", "hunyuan", "motif", "framepack", "mochi", "kandinsky-6"]
+SVG2 = heart.SVG2(q_clusters=4, k_clusters=6)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("rest", ["drop", "mean"])
+def test_clusters_and_means_of_the_rest(name, rest):
+    case = MODELS[name]
+    model = case.build()
+    plain = generate(case, model)
+    heart.enable(model, config(0.3, rest=rest).replace(backbone=SVG2))
+    sparse = generate(case, model)
+    stats = heart.stats(model)
+    assert stats["dense_calls"] == 0 and {row["layer"] for row in stats["layers"]} == set(range(case.layers))
+    assert torch.isfinite(sparse).all() and not torch.equal(sparse, plain)
+    heart.disable(model)
+    assert torch.equal(generate(case, model), plain)
+
+
 def test_every_served_class_has_a_tiny_model():
     assert {case.cls for case in MODELS.values()} == set(FAMILIES)
 
