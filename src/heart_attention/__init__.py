@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time names are l
         register_policy,
         stats,
     )
-    from .backbones import EAR, PISA, SVG, SVG2, Backbone, Band, ExactMass, Radial, Sparge, XAttention
+    from .backbones import EAR, PISA, SVG, SVG2, Backbone, Band, ExactMass, Lite, Radial, Sparge, XAttention
     from .calibration.file import Calibration
     from .calibration.workflow.calibrate import calibrate
     from .config import HeartConfig, Point, PointTable
@@ -51,6 +51,7 @@ _PUBLIC = {
     "Engine": "online.engine",
     "ExactMass": "backbones",
     "HeartConfig": "config",
+    "Lite": "backbones",
     "Interval": "online.reuse",
     "PISA": "backbones",
     "PRESETS": "presets",
@@ -101,6 +102,7 @@ __all__ = [
     "HeartConfig",
     "HeartError",
     "Interval",
+    "Lite",
     "Point",
     "PointTable",
     "Policy",

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -140,6 +140,28 @@ class Backbone(abc.ABC):
 
     def remap(self, mask: Any, q: Tensor, k: Tensor, v: Tensor | None, thresholds: Sequence[float]) -> Any:
         """A reused mask [B, H] with its kept groups chosen by the present q, k, v [B, H, N, D]."""
+        return mask
+
+    @property
+    def learns(self) -> bool:
+        """Whether `learn` wants to know what attention saw; it then needs a kernel with `sees_gains`."""
+        return False
+
+    def learn(
+        self,
+        state: Any,
+        mask: Any,
+        judge: Callable[[Tensor], Tensor],
+        which: Tensor,
+        thresholds: Sequence[float],
+        *,
+        heads: Sequence[int] | None = None,
+        key: Key | None = None,
+    ) -> Any:
+        """The mask [B, H] for the next call, after the heads in `which`, bool [B, H], computed this one.
+
+        `judge` takes whether each head visits its groups from the last, bool [B, H], and gives `Kernel.gains`.
+        """
         return mask
 
     @property

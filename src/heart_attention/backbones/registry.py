@@ -20,6 +20,7 @@ BUILT_IN = {
     "svg": (".svg", "SVG"),
     "radial": (".radial", "Radial"),
     "exact": (".exact_mass", "ExactMass"),
+    "lite": (".lite", "Lite"),
 }
 _REGISTERED: dict[str, type] = {}  # users' own
 

@@ -22,6 +22,7 @@ class Kernel:
     name: str
     rests: tuple[str, ...] = ("drop", "mean")  # those it knows
     log_sums: bool = False  # whether `run_part` works
+    sees_gains: bool = False  # whether `gains` works
     rest_mass: bool = False  # whether `run` can say how much softmax mass the approximated part held
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
@@ -64,6 +65,14 @@ class Kernel:
         nothing but the approximated groups of this mask.
         """
         raise HeartError(f"kernel {self.name!r} does not give log-sums: choose one whose `log_sums` is true")
+
+    def gains(self, plan: Plan, q: Tensor, k: Tensor, descending: Tensor, scale: float | None = None) -> Tensor:
+        """By how much each kept group raises the running maximum of its queries, fp32 [B, H, Mq, Mk], in units of log2.
+
+        Groups are visited in ascending order, or from the last where `descending`, bool [B, H]; the first visited gains
+        infinity.
+        """
+        raise HeartError(f"kernel {self.name!r} does not see what tiles gain: choose one whose `sees_gains` is true")
 
 
 class Missing(Kernel):

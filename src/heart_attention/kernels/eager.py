@@ -13,6 +13,7 @@ from .base import Kernel
 from .capability import Call
 from .ops.first_order import linear_term
 from .ops.group_means import group_means, log_sizes
+from .ops.tile_gains import tile_gains
 from .plan import Plan, make_plan
 
 # Above this many tokens on a side the score matrix of one head alone takes more than 256 MB.
@@ -26,6 +27,7 @@ class Eager(Kernel):
     rests = ("drop", "mean", "first-order")
     log_sums = True
     rest_mass = True
+    sees_gains = True
 
     def reasons_on(self, call: Call) -> list[str]:
         """None but length: it runs wherever PyTorch does."""
@@ -55,6 +57,11 @@ class Eager(Kernel):
         plan = make_plan(mask, self.name, part=True, rest=rest)
         return _run(plan, q, k, v, torch.empty_like(q), None, None, lse), lse
 
+    def gains(self, plan: Plan, q: Tensor, k: Tensor, descending: Tensor, scale: float | None = None) -> Tensor:
+        """By how much each kept group raises the running maximum of its queries, fp32 [B, H, Mq, Mk]."""
+        _check_length(plan)
+        return tile_gains(plan, q, k, descending, scale)
+
 
 def _run(
     plan: Plan,
@@ -66,8 +73,7 @@ def _run(
     mass: Tensor | None,
     lse: Tensor | None,
 ) -> Tensor:
-    if max(plan.n_q, plan.n_k) + plan.tail > LIMIT:
-        raise HeartError(_too_long(max(plan.n_q, plan.n_k) + plan.tail))
+    _check_length(plan)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -83,6 +89,11 @@ def _run(
             if lse is not None:
                 lse[b, h] = sums
     return out
+
+
+def _check_length(plan: Plan) -> None:
+    if max(plan.n_q, plan.n_k) + plan.tail > LIMIT:
+        raise HeartError(_too_long(max(plan.n_q, plan.n_k) + plan.tail))
 
 
 def _too_long(tokens: int) -> str:

@@ -76,14 +76,21 @@ def prepare(device: torch.device) -> None:
         build.reasons_not()
 
 
-def choose(mask: Any = None, q: Tensor | None = None, name: str = "auto", rest: str = "drop") -> Kernel:
-    """The named kernel, or with "auto" the first that can serve this mask, these queries and this rest."""
+def choose(
+    mask: Any = None, q: Tensor | None = None, name: str = "auto", rest: str = "drop", gains: bool = False
+) -> Kernel:
+    """The named kernel, or with "auto" the first that can serve this mask, these queries and this rest.
+
+    `gains`: it must say by how much tiles raise the running maximum, for backbones that learn.
+    """
     candidates = [get(name)] if name != "auto" else [get(each) for each in names()]
     refusals = []
     for kernel in candidates:
         reasons = kernel.reasons_not_auto(mask, q) if name == "auto" else []
         if rest not in kernel.rests:
             reasons = [*reasons, f"it does not know rest={rest!r}"]
+        if gains and not kernel.sees_gains:
+            reasons = [*reasons, "it does not say which tiles could be skipped"]
         reasons = reasons or kernel.reasons_not(mask, q, rest)
         if not reasons:
             return kernel

@@ -281,6 +281,9 @@ class Engine(Handler):
         for group in state.groups:
             which = request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
             q, k, v = (_take_heads(x, group.places) for x in (request.q, request.k, request.v))
+            if group.learnt is not None:
+                self._adopt(group, group.learnt, q)
+                group.learnt = None
             if bool(which.any()):
                 self._adopt(group, self._fresh_mask(request, group, which, q, k, v), q)
             elif group.packed is not None and group.backbone.remaps:
@@ -315,7 +318,7 @@ class Engine(Handler):
         group.packed, group.plan = mask.packed(), None
         group.density = mask.for_rest(group.spec.rest).density().cpu()
         group.cost = mask.cost(group.spec.rest).cpu() if group.spec.rest != "drop" else group.density
-        group.kernel = self._kernel(q, mask, group.spec.rest)
+        group.kernel = self._kernel(q, mask, group.spec.rest, group.backbone.learns)
 
     # ---------------------------------------- dense or sparse
 
@@ -353,7 +356,7 @@ class Engine(Handler):
         """Why this layer runs dense although masks were predicted; empty if sparse pays. The same on all ranks."""
         served = all(group.kernel is not None for group in state.groups if group.packed is not None)
         state.calls += 1
-        if self.config.force_sparse:
+        if self.config.force_sparse or any(group.backbone.learns for group in state.groups):  # who learns must compute
             return "" if served else "no kernel serves here"
         reason = "" if served else "no kernel serves here"
         shares, refreshed = self._measured_shares(request, state)
@@ -416,12 +419,12 @@ class Engine(Handler):
 
     # ---------------------------------------- attention
 
-    def _kernel(self, q: Tensor, mask: Mask, rest: str) -> Any:
+    def _kernel(self, q: Tensor, mask: Mask, rest: str, gains: bool) -> Any:
         """The kernel for masks of this kind and this rest, None if none serves."""
-        key = (mask.kind, rest, q.dtype, q.device, q.shape[-1], q.shape[2])
+        key = (mask.kind, rest, gains, q.dtype, q.device, q.shape[-1], q.shape[2])
         if key not in self._kernels:
             try:
-                self._kernels[key] = kernels.choose(mask, q, self.config.kernel, rest)
+                self._kernels[key] = kernels.choose(mask, q, self.config.kernel, rest, gains)
             except HeartError as error:
                 if self.config.kernel != "auto":
                     raise
@@ -450,9 +453,22 @@ class Engine(Handler):
             more = {} if mass is None else {"mass": mass}
             result = group.kernel.run(group.plan, q, k, v, out=whole, **more)
             group.rest_mass = mass
+            if group.backbone.learns:
+                self._learn(request, group, q, k)
         if result is not whole or whole.data_ptr() != out[:, group.places[0] :].data_ptr():
             out[:, group.places] = result
         request.timer.lap("attention")
+
+    def _learn(self, request: Request, group: HeadGroup, q: Tensor, k: Tensor) -> None:
+        """Tell the backbone what the heads that refresh saw; the next call computes the mask it makes of that."""
+        assert request.refresh is not None and group.packed is not None
+        which = request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
+        if bool(which.any()):
+            call, judge = request.call, lambda descending: group.kernel.gains(group.plan, q, k, descending)
+            group.learnt = group.backbone.learn(
+                group.memory, group.packed.unpack(), judge, which, group.spec.tau,
+                heads=list(group.spec.heads), key=(call.layer, call.branch, call.item),
+            )  # fmt: skip
 
     def _mass(self, group: HeadGroup, q: Tensor) -> Tensor | None:
         """Where the kernel writes each head's share of softmax mass in the approximated part; None if it cannot."""

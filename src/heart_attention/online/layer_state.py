@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backbones.base import Backbone
-from ..masks import Packed
+from ..masks import Mask, Packed
 from .points import GroupSpec
 
 
@@ -30,6 +30,7 @@ class HeadGroup:
     places: list[int]
     memory: Any
     packed: Packed | None = None
+    learnt: Mask | None = None  # for the next call, from a backbone that learns
     plan: Any = None
     kernel: Any = None
     density: Tensor | None = None  # float64 [B, h]

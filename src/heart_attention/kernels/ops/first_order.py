@@ -18,7 +18,7 @@ def linear_term(plan: Plan, b: int, h: int, q: Tensor, k: Tensor, v: Tensor, sha
     group's own, which is what lets one matrix serve all queries.
     """
     n = plan.n_k
-    spread = k[:n].float() - group_means(plan, k, b, h)[_group_of(plan, b, h)]
+    spread = k[:n].float() - group_means(plan, k, b, h)[group_of(plan, "k", b, h)]
     matrix = spread.T @ v[:n].float()  # [D, D]
     return (q[: plan.n_q].float() @ matrix) * (share * (scale / n)).unsqueeze(-1)
 
@@ -33,8 +33,8 @@ def add_linear_terms(
         out[b, h, : plan.n_q] += linear_term(plan, b, h, q[b, h], k[b, h], v[b, h], own, scale).to(out.dtype)
 
 
-def _group_of(plan: Plan, b: int, h: int) -> Tensor:
-    """Key group of each token, int64 [n_k]."""
-    starts, perm = plan.boundaries("k", b, h), plan.permutation("k", b, h)
+def group_of(plan: Plan, side: str, b: int, h: int) -> Tensor:
+    """Group of each query ("q") or key ("k") of one head, int64 [n]."""
+    starts, perm = plan.boundaries(side, b, h), plan.permutation(side, b, h)
     groups = torch.repeat_interleave(torch.arange(len(starts) - 1, device=starts.device), starts.diff())
     return groups if perm is None else torch.empty_like(groups).scatter_(0, perm.long(), groups)
