@@ -7,7 +7,7 @@ import tiny_models as tiny
 import torch
 
 import heart_attention as heart
-from heart_attention import HeartError, models
+from heart_attention import HeartError, models, plugins
 from heart_attention.models.attachment import attach
 from heart_attention.models.families.base import Family
 from heart_attention.models.families.registry import FAMILIES, REFUSED, family_of, register_family
@@ -103,6 +103,17 @@ def test_a_family_that_cannot_read_the_inputs_lets_the_model_run_dense_and_says_
     assert seen.calls == [] and len(seen.passed) == 4
     assert "the family Wrong cannot read the inputs of Mine (KeyError: 'no_such_argument')" in seen.passed[0][1]
     assert len(caplog.records) == 1  # once, though it was twice
+
+
+def test_an_installed_plugin_is_asked_before_a_model_is_refused(monkeypatch):
+    def load_installed():
+        register_family(type("FromPlugin", (Wan,), {"classes": ("Theirs",)}))
+        return ("theirs",)
+
+    theirs = mine()
+    theirs.__class__ = type("Theirs", (torch.nn.Module,), {})
+    monkeypatch.setattr(plugins, "load_installed", load_installed)
+    assert type(family_of(theirs)).__name__ == "FromPlugin"
 
 
 @pytest.mark.parametrize("name", REFUSED)

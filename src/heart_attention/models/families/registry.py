@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ... import plugins
 from ...errors import HeartError
 from .base import Family
 from .cogvideox import CogVideoX, EasyAnimate
@@ -63,12 +64,16 @@ def _check_layers(cls: type[Family]) -> None:
         raise HeartError(f"{cls.__name__}.layers is {str(cls.layers)[:80]!r}: give a tuple of patterns of module names")
 
 
+def _known(names: list[str]) -> Family | None:
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+
+
 def family_of(transformer: Any) -> Family:
     """The family of a transformer, found by its class or a base class of it."""
     names = [cls.__name__ for cls in type(transformer).__mro__]
-    for name in names:
-        if name in FAMILIES:
-            return FAMILIES[name]
+    family = _known(names) or (plugins.load_installed() and _known(names))
+    if family:
+        return family
     for name in names:
         if name in REFUSED:
             raise HeartError(f"HEART cannot serve {name}: {REFUSED[name]}; use another model.")
