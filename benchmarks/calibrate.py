@@ -31,9 +31,10 @@ from heart_attention import tiny
 from heart_attention.calibration.measure import gradient, probes, trajectory, velocity_error
 from heart_attention.calibration.measure.candidates import DENSE
 from heart_attention.calibration.solve import solver
-from heart_attention.calibration.solve.search import shared_choice
+from heart_attention.calibration.solve.case import Case
 from heart_attention.calibration.solve.strategies import assign, by_isolated, by_joint, by_probes
 from heart_attention.calibration.workflow import calibrate, plan
+from heart_attention.calibration.workflow.phases import phases_of
 from heart_attention.calibration.workflow.runner import Runner
 from heart_attention.calibration.workflow.settings import CANDIDATES, PAPER_CANDIDATES
 from heart_attention.calibration.workflow.store import Store
@@ -70,7 +71,7 @@ def contexts_of(pipe: Any, settings: calibrate.Settings, work: Path, count: int)
     drawn = plan.draw_contexts(settings, *_size(pipe))
     worker = CalibrationWorker(pipe, settings.job())
     try:
-        Runner(store, LocalExecutor(worker), None).trajectories(settings, drawn)
+        Runner(store, LocalExecutor(worker), None, phases_of(settings, pipe.scheduler)).trajectories(settings, drawn)
     finally:
         worker.close()
     return [trajectory.from_bytes(store.trajectories.read(p, s)) for p, s in drawn.calibration]
@@ -163,29 +164,34 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
     contexts = plan.draw_contexts(settings, *size)
     worker = CalibrationWorker(pipe, settings.job())
     clock = _stages(seconds)
-    runner = Runner(store, LocalExecutor(worker), clock)
+    phases = phases_of(settings, pipe.scheduler)
+    runner = Runner(store, LocalExecutor(worker), clock, phases)
+
+    def case(of: calibrate.Settings) -> Case:
+        return Case(of, *size, phases)
+
     rows: dict[str, Any] = {}
     try:
         runner.trajectories(settings, contexts)
         jointly = dataclasses.replace(settings, method="joint", strata="sparse", mean="relative")
-        joint = by_joint(jointly, contexts, runner, *size)
-        figures = calibrate.verification_of(jointly, contexts, runner, joint, *size)
+        joint = by_joint(case(jointly), contexts, runner)
+        figures = calibrate.verification_of(case(jointly), contexts, runner, joint)
         made = calibrate.to_file(
-            jointly,
+            case(jointly),
             joint,
             figures,
             {**plan.plan(pipe, jointly), "grid": calibrate.grid_of(pipe.transformer, store, contexts)},
         )
         made.save(args.work / f"{args.backbone}.heart.json")
-        isolated = by_isolated(dataclasses.replace(jointly, method="isolated"), contexts, runner, *size)
-        probed = by_probes(settings, contexts, runner, *size)
-        relative = by_probes(dataclasses.replace(settings, mean="relative"), contexts, runner, *size)
-        three = _restricted(settings, contexts, runner, probed, PAPER_CANDIDATES)
+        isolated = by_isolated(case(dataclasses.replace(jointly, method="isolated")), contexts, runner)
+        probed = by_probes(case(settings), contexts, runner)
+        relative = by_probes(case(dataclasses.replace(settings, mean="relative")), contexts, runner)
+        three = _restricted(case(settings), contexts, runner, probed, PAPER_CANDIDATES)
         found = {"shared": None, "probes, 3 candidates (the paper's)": three, "probes, 7 candidates": probed}
         found |= {"probes, 7 candidates, relative mean": relative, "isolated gradients, 7 candidates": isolated}
-        plain = by_joint(dataclasses.replace(jointly, mean="plain"), contexts, runner, *size)
+        plain = by_joint(case(dataclasses.replace(jointly, mean="plain")), contexts, runner)
         found |= {"joint gradients, 7 candidates, plain mean": plain, "joint gradients, 7 candidates": joint}
-        shared = shared_choice(settings, *size)
+        shared = case(settings).shared
         base = {w: runner.verify("verifying", getattr(contexts, w), shared) for w in ("calibration", "held_out")}
         for label, outcome in found.items():
             choice = shared if outcome is None else outcome.choice
@@ -203,11 +209,11 @@ def compared(pipe: Any, args: argparse.Namespace, name: str) -> dict[str, Any]:
     }
 
 
-def _restricted(settings: Any, contexts: Any, runner: Any, probed: Any, candidates: tuple[float, ...]) -> Any:
+def _restricted(case: Case, contexts: Any, runner: Any, probed: Any, candidates: tuple[float, ...]) -> Any:
     """The assignment when only some candidates may be chosen: the others get a prohibitive error."""
     E = probed.error.copy()
-    E[..., [t not in candidates for t in settings.taus]] = 1e6 * E.sum()
-    return assign(settings, contexts, runner, E, probed.sparsity)
+    E[..., [t not in candidates for t in case.settings.taus]] = 1e6 * E.sum()
+    return assign(case, contexts, runner, E, probed.tables)
 
 
 def _row(settings: Any, contexts: Any, runner: Any, choice: Any, base: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +224,7 @@ def _row(settings: Any, contexts: Any, runner: Any, choice: Any, base: dict[str,
         "mean_of_ratios": tables.interval(ratios),
         "calibration_vs_shared": made["calibration"]["error"] / base["calibration"]["error"],
         "sparsity": made["held_out"]["sparsity"],
-        "thresholds": [[settings.taus[c] for c in row] for row in choice],
+        "thresholds": [[settings.taus[c] for c in row] for row in choice[0]],
     }
 
 
