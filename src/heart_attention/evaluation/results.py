@@ -45,6 +45,7 @@ _OPTIONAL = {
     "vbench_dimensions": dict,
 }
 _MAY_BE_NONE = ("density", "refresh_rate", "dense_share", "cost", "spread", "waited", "strip")
+FIGURES = ("vbench", "visionreward", "psnr", "ssim")  # that tables and the page know without a convention
 _FILES = ("video", "lossless", "stats", "strip")  # paths below the folder
 
 
@@ -103,9 +104,9 @@ def _check_conventions(results: dict, path: Path) -> None:
 
 
 def _check_row(row: dict, index: int, conventions: dict, path: Path, folder: Path) -> None:
-    kinds = {**_NEEDED, **_OPTIONAL, **dict.fromkeys(("vbench", "visionreward", *conventions), float)}
+    kinds = {**_NEEDED, **_OPTIONAL, **dict.fromkeys((*FIGURES, *conventions), float)}
     for name, value in row.items():
-        empty = value is None and (name in _MAY_BE_NONE or name in conventions or name in ("vbench", "visionreward"))
+        empty = value is None and (name in (*_MAY_BE_NONE, *FIGURES) or name in conventions)
         if name in kinds and not empty and not _is(value, kinds[name]):
             raise HeartError(f"{path}, row {index}: {name} is {_short(value)}: make it again with `heart compare`")
     for name in ("attention_s", "total_s", "wall_s"):

@@ -81,7 +81,7 @@ def speedup(rows: Sequence[dict], base: Sequence[dict], key: str) -> tuple[float
     logs = []
     for row in rows:
         dense = (row.get("reference_s") or {}).get(key) or by_case.get((row["prompt"], row["seed"]))
-        if dense and row[key]:
+        if dense and min(dense, row[key]) > 0:
             logs.append(math.log(dense / row[key]))
     middle, half = interval(logs)
     if len(logs) == 1:
@@ -135,7 +135,7 @@ def _reasons(rows: Sequence[dict]) -> dict[str, int]:
     total: dict[str, int] = {}
     for row in rows:
         for reason, count in (row.get("dense_reasons") or {}).items():
-            total[reason] = total.get(reason, 0) + int(count)
+            total[reason] = total.get(reason, 0) + int(count or 0)
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 

@@ -104,7 +104,7 @@ def _sections(results: dict, folder: Path) -> list[dict]:
             continue
         try:
             made.append(_heads_section(method, read_json(path)))
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
             raise HeartError(f"{path} is not a statistics file of HEART: run the comparison again") from None
     return [s for s in made if s]
 
@@ -220,5 +220,5 @@ def build(folder: str | Path, out: str | Path | None = None) -> Path:
 
     template = (Path(__file__).parent / "template.html.j2").read_text()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(template).render(**context(folder))
+    page = environment.from_string(template).render(**context(folder)).encode("utf-8", "replace")
     return write_atomic(Path(out) if out else Path(folder) / "report.html", page)
