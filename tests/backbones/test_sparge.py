@@ -50,6 +50,18 @@ def test_golden_similarity_and_mass(case, config):
             assert wrong.abs().max() <= case.about["tolerance"]["prob"]
 
 
+@pytest.mark.parametrize("case, config", cases("sparge", "pv"))
+def test_golden_small_blocks(case, config):
+    """`pvthreshd`."""
+    q, k = (case.real(f"{x}_i8") for x in "qk")
+    backbone, _ = golden_backbone(config)
+    key, n = config["key"], q.shape[2]
+    mask = heart.BlockMask(case[f"map_{key}"][None], config["bq"], n, n, block_k=config["bk"])
+    safe = case[f"pvsafe_{key}"]
+    found = backbone.without_small(mask, q, k, config["pv"]).blocks[0]
+    assert torch.equal(found[safe], case[f"pvkeep_{key}"][safe])
+
+
 def test_similarity_by_its_words():
     x = inputs(40)[0][0, 0]
     found = self_similarity(x, 16)

@@ -12,21 +12,21 @@ FOLDER = os.environ.get("HEART_GOLDEN_MORE")
 SHIPPED = Path(__file__).parent.parent / "golden_data" / "more"
 
 
-def cases(predictor):
-    """(case, config) of every configuration of a predictor; one skipped test stands for the full set if it is absent."""
-    found = [pytest.param(*pair, id=_id(*pair)) for pair in _pairs(SHIPPED, predictor)]
+def cases(predictor, field="key"):
+    """(case, config) of every configuration of a predictor that has the field; without the full set one test is skipped."""
+    found = [pytest.param(*pair, id=_id(*pair)) for pair in _pairs(SHIPPED, predictor, field)]
     if not FOLDER:
         skip = pytest.mark.skip(reason="HEART_GOLDEN_MORE is not set")
         return [*found, pytest.param(None, None, marks=skip, id="full set")]
-    return found + [pytest.param(*pair, id=_id(*pair)) for pair in _pairs(Path(FOLDER), predictor)]
+    return found + [pytest.param(*pair, id=_id(*pair)) for pair in _pairs(Path(FOLDER), predictor, field)]
 
 
-def _pairs(folder, predictor):
+def _pairs(folder, predictor, field):
     if not (folder / "manifest.json").is_file():
         return []
     about = json.loads((folder / "manifest.json").read_text())
     mine = [Case(folder, name, about[name]) for name in about if about[name]["predictor"] == predictor]
-    return [(case, config) for case in mine for config in case.about["configs"]]
+    return [(case, config) for case in mine for config in case.about["configs"] if field in config]
 
 
 def _id(case, config):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
+from ..kernels import eager
+from ..masks import BlockMask
 from .base import Shape, check_positive, tokens
 from .blocks import BlockBackbone, Covered, block_means, in_blocks, largest
 
@@ -93,6 +95,21 @@ class Sparge(BlockBackbone):
         if self.sink:
             kept[:, 0] = True
         return kept
+
+    @torch.no_grad()
+    def without_small(self, mask: BlockMask, q: Tensor, k: Tensor, pv: float | Sequence[float]) -> BlockMask:
+        """The mask without the blocks whose exponentials and values the original's kernel leaves out at `pvthreshd`.
+
+        Those that raise the running maximum of no query to within `pv` (one number, or one a head; units of log2). The
+        last blocks of a row are never tested, nor is a short last row, which the original fills up with zero queries.
+        """
+        gains = eager.KERNEL.gains(eager.KERNEL.plan(mask), q, k, torch.zeros(mask.shape, dtype=torch.bool))
+        bound = torch.as_tensor(pv, dtype=gains.dtype).expand(mask.shape)[..., None, None]
+        later = mask.blocks.flip(-1).cumsum(-1).flip(-1)  # this block and the kept ones after it
+        small = (gains + bound <= 0) & (later > max(1, self.block_q // self.block_k))
+        if mask.n_q % self.block_q:
+            small[:, :, -1] = False
+        return mask.with_flags(mask.blocks & ~small)
 
     def _by_cdf(self, mass: Tensor, tau: float) -> Tensor:
         """The largest blocks whose sum is not above τ, at least one: the block that crosses is not kept."""
