@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 
 from heart_attention.backbones import SVG2, cluster_rank
 from heart_attention.errors import HeartError
-from heart_attention.kernels.ops.kmeans import Clusters, torch_sums
+
+
+def by_share(scores, sizes, share):
+    shares = torch.tensor([[share]], dtype=torch.float64)
+    return cluster_rank.by_share(scores[None, None], sizes[None, None], shares, 0)[0, 0]
 
 
 def tokens(seed, n=96, dim=8):
@@ -17,32 +21,24 @@ def tokens(seed, n=96, dim=8):
     return [torch.randn(n, dim, generator=generator) for _ in range(3)]
 
 
-def means(x, labels, count):
-    sums, sizes = torch_sums(x, labels, count)
-    return sums / sizes.clamp(min=1).unsqueeze(-1), sizes
-
-
 @given(st.integers(0, 1000))
 def test_scores_equal_the_formula_written_out(seed):
     q, k, v = tokens(seed)
     generator = torch.Generator().manual_seed(seed)
     a, b = torch.randint(5, (96,), generator=generator), torch.randint(7, (96,), generator=generator)
-    a, b = (Clusters(x, *means(y, x, count), 0) for x, y, count in ((a, q, 5), (b, k, 7)))
-    mass = cluster_rank.cluster_mass(a.centroids, b.centroids, b.sizes)
-    v_mean = means(v, b.labels, 7)[0]
-    spread = (cluster_rank.mean_square(v, b) - v_mean.square()).sum(-1)
-    k_variance = cluster_rank.mean_square(k, b) - b.centroids.square()
-    scores = cluster_rank.error_per_key(mass, cluster_rank.mean_square(q, a), k_variance, spread, b.sizes)
-    a, b = a.labels, b.labels
+    given = ((q, a, 5), (k, b, 7), (v, b, 7))
+    queries, keys, values = (cluster_rank.cluster_stats(x[None, None], y[None, None], n) for x, y, n in given)
+    mass = cluster_rank.cluster_mass(queries.mean, keys.mean, keys.sizes)
+    scores = cluster_rank.error_per_key(mass, queries, keys, values)[0, 0]
     for i in range(5):
         for j in range(7):
-            mine, keys, values = q[a == i].double(), k[b == j].double(), v[b == j].double()
-            if not len(mine) or not len(keys):
+            mine, near, worth = q[a == i].double(), k[b == j].double(), v[b == j].double()
+            if not len(mine) or not len(near):
                 continue
-            logits = math.sqrt(float((mine.square().mean(0) * keys.var(0, correction=0)).sum()) / 8)
-            apart = math.sqrt(float((values - values.mean(0)).square().sum(-1).mean()))
-            expected = float(mass[i, j]) * logits * apart / len(keys)
-            assert float(scores[i, j]) == pytest.approx(expected, rel=1e-3, abs=1e-7)
+            logits = math.sqrt(float((mine.square().mean(0) * near.var(0, correction=0)).sum()) / 8)
+            apart = math.sqrt(float((worth - worth.mean(0)).square().sum(-1).mean()))
+            expected = float(mass[0, 0, i, j]) * logits * apart / len(near)
+            assert float(scores[i, j]) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 @given(st.integers(0, 1000), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
@@ -50,7 +46,7 @@ def test_a_share_of_keys_is_kept_and_more_with_a_larger_one(seed, one, other):
     generator = torch.Generator().manual_seed(seed)
     scores, sizes = torch.rand(6, 9, generator=generator), torch.randint(0, 20, (9,), generator=generator)
     low, high = sorted((one, other))
-    kept = [cluster_rank.by_share(scores, sizes, share, 0) for share in (low, high)]
+    kept = [by_share(scores, sizes, share) for share in (low, high)]
     assert not (kept[0] & ~kept[1]).any()
     total = int(sizes.sum())
     for share, flags in zip((low, high), kept):
@@ -62,7 +58,7 @@ def test_a_share_of_keys_is_kept_and_more_with_a_larger_one(seed, one, other):
 def test_a_row_with_nan_is_kept_whole():
     scores = torch.rand(2, 4)
     scores[1, 2] = math.nan
-    assert cluster_rank.by_share(scores, torch.ones(4, dtype=torch.int64), 0.25, 0)[1].all()
+    assert by_share(scores, torch.ones(4, dtype=torch.int64), 0.25)[1].all()
 
 
 def test_svg2_by_error_needs_values_and_a_known_rank():

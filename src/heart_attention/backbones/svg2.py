@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..kernels.ops.kmeans import cluster_sums
-from ..masks import ClusterMask, Text
+from ..masks import ClusterMask, Text, count_labels
 from .base import (
     Backbone,
     Key,
@@ -30,8 +29,8 @@ from .base import (
     read_thresholds,
     tokens,
 )
-from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, error_per_key, mean_square
-from .kmeans import Clusters, lloyd_heads, random_tokens, video_tokens
+from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, cluster_stats, error_per_key
+from .kmeans import Clusters, lloyd_heads, random_tokens
 
 PAPER_RATIO = 0.10  # the least share of key clusters, of the original
 REFERENCE_TOKENS = 32760  # Wan2.1 at 480p, 81 frames: the size that the default cluster counts are meant for
@@ -171,20 +170,19 @@ class SVG2(Backbone):
             raise HeartError(f"joint text needs as many keys as queries, not {k.shape[2]} and {n}")
         layer, branch, first = key if key is not None else (0, "", 0)
         mask = self._empty(batch, n_heads, n, k.shape[2], text, q.device)
+        centroids: list[list[Tensor]] = [[], []]
         for b in range(batch):
             places = [(first + b, name) for name in names]
-            q_clusters = self._cluster_side(q[b], 0, places, state, text, (layer, branch))
-            k_clusters = self._cluster_side(k[b], 1, places, state, text, (layer, branch))
-            for h, pair in enumerate(zip(q_clusters, k_clusters)):
-                if tau[b, h] < 1:
-                    tokens = [None if x is None else _video(x[b, h], text) for x in (q, k, v)]
-                    scores = self._scores(pair, *tokens)
-                    mask.map[b, h, : self.q_clusters, : self.k_clusters] = self._select(
-                        scores, pair[1].sizes, float(tau[b, h])
-                    )
+            sides = [self._cluster_side(x[b], i, places, state, text, (layer, branch)) for i, x in enumerate((q, k))]
+            for h, pair in enumerate(zip(*sides)):
                 self._label(mask, b, h, pair, text)
+                for kept, clusters in zip(centroids, pair):
+                    kept.append(clusters.centroids)
                 if state is not None:
                     state.centroids[places[h]] = (pair[0].centroids, pair[1].centroids)
+        if bool((tau < 1).any()):
+            both = [torch.stack(kept).unflatten(0, (batch, n_heads)) for kept in centroids]
+            self._choose(mask, self._rank(mask, q, k, v, both), tau)
         return mask
 
     @torch.no_grad()
@@ -199,17 +197,17 @@ class SVG2(Backbone):
         heads: Sequence[int] | Tensor | None = None,
         key: Key | None = None,
         v: Tensor | None = None,
+        **more: Any,
     ) -> tuple[list[ClusterMask], ClusterMask]:
         """A mask for each threshold and the full one, from one clustering from scratch."""
-        full = self.predict(q, k, 1.0, self.new_state(), text, heads=heads, key=key)
-        scores = [self._present(full, h, q, k, v) for h in range(q.shape[1])]
-        masks = []
-        for tau in thresholds:
-            kept = full.map.clone()
-            for h, (score, sizes) in enumerate(scores):
-                if tau < 1:
-                    kept[0, h, : self.q_clusters, : self.k_clusters] = self._select(score, sizes, float(tau))
-            masks.append(replace(full, map=kept))
+        state, first = self.new_state(), 0 if key is None else key[2]
+        full = self.predict(q, k, 1.0, state, text, heads=heads, key=key)
+        places = [(first, name) for name in read_heads(heads, q.shape[1])]
+        centroids = [torch.stack([state.centroids[at][side] for at in places])[None] for side in (0, 1)]  # [1, H, C, D]
+        ranked = self._rank(full, q, k, v, centroids)
+        masks = [replace(full, map=full.map.clone()) for _ in thresholds]
+        for mask, tau in zip(masks, thresholds):
+            self._choose(mask, ranked, torch.full(mask.shape, float(tau), dtype=torch.float64))
         return masks, full
 
     @torch.no_grad()
@@ -217,31 +215,39 @@ class SVG2(Backbone):
         self, mask: ClusterMask, q: Tensor, k: Tensor, v: Tensor | None, thresholds: Sequence[float]
     ) -> ClusterMask:
         """The mask [B, H] with its clusters ranked anew by the present q, k, v, its labels as they are."""
-        kept = mask.map.clone()
-        for b in range(q.shape[0]):
-            one = mask.item(b)
-            values = None if v is None else v[b : b + 1]
-            for h, tau in enumerate(thresholds):
-                if tau < 1:
-                    score, sizes = self._present(one, h, q[b : b + 1], k[b : b + 1], values)
-                    kept[b, h, : self.q_clusters, : self.k_clusters] = self._select(score, sizes, float(tau))
-        return replace(mask, map=kept)
+        fresh = replace(mask, map=mask.map.clone())
+        tau = torch.tensor(list(thresholds), dtype=torch.float64).expand(mask.shape)
+        self._choose(fresh, self._rank(mask, q, k, v), tau)
+        return fresh
 
-    def _present(self, mask: ClusterMask, h: int, q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scores [Cq, Ck] of one head of a mask [1, H] and sizes of its key clusters, from the present tokens."""
-        text = mask.text
-        q_labels, k_labels = (self._video_labels(x[0, h], text) for x in (mask.q_labels, mask.k_labels))
-        tokens = [None if x is None else _video(x[0, h], text) for x in (q, k, v)]
-        assert tokens[0] is not None and tokens[1] is not None
-        q_sums, q_sizes = cluster_sums(tokens[0], q_labels, self.q_clusters)
-        k_sums, k_sizes = cluster_sums(tokens[1], k_labels, self.k_clusters)
-        queries = Clusters(q_labels, q_sums / q_sizes.clamp(min=1).unsqueeze(-1), q_sizes, 0)
-        keys = Clusters(k_labels, k_sums / k_sizes.clamp(min=1).unsqueeze(-1), k_sizes, 0)
-        return self._scores((queries, keys), *tokens), k_sizes
+    def _rank(
+        self, mask: ClusterMask, q: Tensor, k: Tensor, v: Tensor | None, centroids: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What clusters are ranked by, fp32 [B, H, Cq, Ck], and sizes of key clusters, [B, H, Ck].
 
-    def _video_labels(self, labels: Tensor, text: Text | None) -> Tensor:
-        labels = labels.long()
-        return labels if text is None else labels[text.video_index(len(labels), labels.device)]
+        `centroids` are those of a fresh clustering; otherwise, and for the spreads, the present tokens' own.
+        """
+        if centroids is not None and self.rank == "mass":
+            sizes = count_labels(mask.k_labels, mask.map.shape[3])[..., : self.k_clusters]
+            return cluster_mass(centroids[0], centroids[1], sizes), sizes
+        queries = cluster_stats(q, mask.q_labels, self.q_clusters)
+        keys = cluster_stats(k, mask.k_labels, self.k_clusters)
+        means = centroids or [queries.mean, keys.mean]
+        mass = cluster_mass(means[0], means[1], keys.sizes)
+        if self.rank == "mass":
+            return mass, keys.sizes
+        if v is None:
+            raise HeartError("SVG2(rank='error') ranks clusters by their values too: give v to predict")
+        values = cluster_stats(v, mask.k_labels, self.k_clusters)
+        return error_per_key(mass, queries, keys, values), keys.sizes
+
+    def _choose(self, mask: ClusterMask, ranked: tuple[Tensor, Tensor], tau: Tensor) -> None:
+        """Write what is kept at thresholds τ [B, H] into the mask's video clusters; τ ≥ 1 keeps everything."""
+        scores, sizes = ranked
+        at_least = int(self.least_ratio * self.k_clusters)
+        rule = by_mass(scores, tau, at_least) if self.rank == "mass" else by_share(scores, sizes, tau, at_least)
+        dense = (tau >= 1).to(mask.device)[..., None, None]
+        mask.map[:, :, : self.q_clusters, : self.k_clusters] = rule | dense
 
     @torch.no_grad()
     def cluster(self, x: Tensor, init: Tensor, iters: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,40 +281,8 @@ class SVG2(Backbone):
         check_qk(q_centroids, k_centroids)
         batch, heads = q_centroids.shape[:2]
         tau = read_thresholds(thresholds, batch, heads)
-        maps = [
-            self._map_head(q_centroids[b, h], k_centroids[b, h], k_sizes[b, h], float(tau[b, h]))
-            for b in range(batch)
-            for h in range(heads)
-        ]
-        return torch.stack(maps).unflatten(0, (batch, heads))
-
-    def _map_head(self, q_centroids: Tensor, k_centroids: Tensor, k_sizes: Tensor, tau: float) -> Tensor:
-        """The map of one head by mass, bool [Cq, Ck]."""
-        if tau >= 1:
-            return torch.ones(len(q_centroids), len(k_centroids), dtype=torch.bool, device=q_centroids.device)
-        at_least = int(self.least_ratio * len(k_centroids))
-        return by_mass(cluster_mass(q_centroids, k_centroids, k_sizes), tau, at_least)
-
-    def _scores(self, pair: tuple[Clusters, Clusters], q: Tensor | None, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """What clusters of one head are ranked by, fp32 [Cq, Ck]; q, k, v are its video tokens, fp32 [N, D]."""
-        queries, keys = pair
-        mass = cluster_mass(queries.centroids, keys.centroids, keys.sizes)
-        if self.rank == "mass":
-            return mass
-        if q is None or k is None or v is None:
-            raise HeartError("SVG2(rank='error') ranks clusters by their values too: give v to predict")
-        q_square = mean_square(q, queries)
-        k_variance = mean_square(k, keys) - keys.centroids.square()
-        v_mean = cluster_sums(v, keys.labels, self.k_clusters)[0] / keys.sizes.clamp(min=1).unsqueeze(-1)
-        spread = (mean_square(v, keys) - v_mean.square()).sum(-1)  # [Ck]
-        return error_per_key(mass, q_square, k_variance, spread, keys.sizes)
-
-    def _select(self, scores: Tensor, k_sizes: Tensor, tau: float) -> Tensor:
-        """The clusters to keep at threshold τ, bool [Cq, Ck]."""
-        at_least = int(self.least_ratio * len(k_sizes))
-        if self.rank == "mass":
-            return by_mass(scores, tau, at_least)
-        return by_share(scores, k_sizes, tau, at_least)
+        kept = by_mass(cluster_mass(q_centroids, k_centroids, k_sizes), tau, int(self.least_ratio * k_sizes.shape[-1]))
+        return kept | (tau >= 1).to(kept.device)[..., None, None]
 
     def _cluster_side(
         self, x: Tensor, side: int, places: list[tuple], state: ClusterState | None, text: Text | None, key: tuple
@@ -359,11 +333,6 @@ class SVG2(Backbone):
         if text is not None:  # the prompt's row and column stay ones
             mask.map[b, h, rows + 1, : cols + 1] = False
             mask.map[b, h, : rows + 1, cols + 1] = False
-
-
-def _video(x: Tensor, text: Text | None) -> Tensor:
-    """The video tokens of one head [N, D], in fp32."""
-    return x if text is None and x.dtype == torch.float32 else video_tokens(x, text)
 
 
 def _with_text(labels: Tensor, count: int, text: Text | None, n: int) -> Tensor:

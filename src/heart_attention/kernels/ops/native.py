@@ -1,4 +1,4 @@
-"""The C code for prediction on a CPU (predict.c, select.c): scores, nearest centroids, sums, means, selection."""
+"""The C code for prediction on a CPU (predict.c): block scores, nearest centroids, sums and means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _SCORES = struct.Struct("16q")
 _NEAREST = struct.Struct("9q")
 _SUMS = struct.Struct("8q")
 _MEANS = struct.Struct("8q")
-_SHARE = struct.Struct("4qd2q")  # of select.c
 
 
 def reasons_not(*tensors: Tensor) -> list[str]:
@@ -73,17 +72,6 @@ def cluster_sums(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]
         sizes.data_ptr(),
     )  # fmt: skip
     return sums, sizes
-
-
-def keep_share(scores: Tensor, sizes: Tensor, share: float, at_least: int) -> Tensor:
-    """The best groups of each row until they hold the share of all keys: fp32 [R, C], int64 [C] -> bool [R, C]."""
-    scores, sizes = scores.contiguous(), sizes.contiguous()
-    out = torch.empty(scores.shape, dtype=torch.bool)
-    need = share * float(sizes.sum())
-    _call(
-        "heart_keep_share", _SHARE, scores.data_ptr(), *scores.shape, sizes.data_ptr(), need, at_least, out.data_ptr()
-    )
-    return out
 
 
 def token_means(x: Tensor) -> Tensor:
