@@ -90,7 +90,7 @@ class DiffusionAttentionBackendEnum(enum.Enum):
     TORCH_SDPA = "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
 
 
-context = types.SimpleNamespace(denoise_step_idx=None)
+context = types.SimpleNamespace(denoise_step_idx=None, total_denoise_steps=STEPS)
 
 
 @pytest.fixture
@@ -156,6 +156,7 @@ def test_steps_branches_layers_and_generations(host):
     engine = host.model.engine
     found = {(r.step, r.branch, r.layer): not r.reason for r in engine.recorder.rows}
     assert found == {(s, b, layer): s >= 2 for s in range(STEPS) for b in ("0", "1") for layer in range(LAYERS)}
+    assert engine.steps() == STEPS
     assert torch.equal(generate(layers), first)
     stats = heart.stats(engine)
     assert stats["generations"] == 2
@@ -283,7 +284,7 @@ def test_the_contract_of_registry_layer_and_context():
     )  # fmt: skip
     assert {k.arg for k in call.keywords} >= {"num_heads", "head_size", "softmax_scale", "prefix", "role", "qkv_layout"}
     context_class = classes(source("forward_context.py"))["ForwardContext"]
-    assert "denoise_step_idx" in fields(context_class)
+    assert set(vars(context)) <= fields(context_class)
     assert {"get_forward_context", "is_forward_context_available"} <= {
         n.name for n in source("forward_context.py").body if isinstance(n, ast.FunctionDef)
     }

@@ -114,6 +114,7 @@ class Model:
             transformers = 1 + max(x.place[0] for x in self.layers)
             layers = max(x.place[1] for x in self.layers) + 1
             self.engine = Engine(self.config, layers, self.layers[0].heads, transformers)
+            self.engine.steps = lambda: _context("total_denoise_steps")
         return self.engine
 
     def at_step(self, step: int) -> None:
@@ -169,7 +170,7 @@ class HeartImpl(AttentionImpl):
         return self.dense.forward_npu(query, key, value, attn_metadata)
 
     def _attend(self, dense: Any, query: Any, key: Any, value: Any, metadata: Any) -> torch.Tensor:
-        step = get_forward_context().denoise_step_idx if is_forward_context_available() else None
+        step = _context("denoise_step_idx")
         reason = self._reason_not(step, query, key, metadata)
         if reason:
             _warn_once(reason)
@@ -210,6 +211,11 @@ class HeartImpl(AttentionImpl):
             call.grid = tuple(layout.latent_grid)
             call.text = [Text(0, layout.prefix_len)] * shape[0] if layout.prefix_len else None
         return call
+
+
+def _context(name: str) -> int | None:
+    """What the host's forward context says, if there is one."""
+    return getattr(get_forward_context(), name) if is_forward_context_available() else None
 
 
 def _used(layout: Any) -> int:
