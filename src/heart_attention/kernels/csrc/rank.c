@@ -90,7 +90,7 @@ static void keep_row(const float *scores, const int64_t *sizes, int64_t columns,
                      uint64_t *ranks, uint8_t *kept) {
     int broken = 0;
     for (int64_t j = 0; j < columns; j++) broken |= scores[j] != scores[j], ranks[j] = rank_of(scores[j], j);
-    memset(kept, broken, (size_t)columns); /* nothing can be said about a row with NaN */
+    for (int64_t j = 0; j < columns; j++) kept[j] = (uint8_t)broken; /* nothing can be said about a row with NaN */
     double before = 0;
     for (int64_t lo = 0, hi = broken ? 0 : columns; lo < hi;) {
         choose_pivot(ranks, lo, hi);
