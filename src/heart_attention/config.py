@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import backbones, token_order
 from .backbones.base import Backbone
-from .errors import HeartError
+from .errors import HeartError, shown
 from .files import read_json, write_json
 from .online import reuse as policies
 from .online import thresholds as head_thresholds
@@ -117,25 +117,25 @@ class HeartConfig:
     def _check_words(self) -> None:
         if self.head_assignment not in HEAD_ASSIGNMENTS:
             words = ", ".join(HEAD_ASSIGNMENTS)
-            raise HeartError(f"head_assignment is {_short(self.head_assignment)}: it must be one of {words}")
+            raise HeartError(f"head_assignment is {shown(self.head_assignment)}: it must be one of {words}")
         if not isinstance(self.kernel, str):
-            raise HeartError(f"kernel is {_short(self.kernel)}: give a kernel's name or 'auto'")
+            raise HeartError(f"kernel is {shown(self.kernel)}: give a kernel's name or 'auto'")
         if self.cost_table is not None and not isinstance(self.cost_table, str):
-            raise HeartError(f"cost_table is {_short(self.cost_table)}: give the path of a file of heart tune-costs")
+            raise HeartError(f"cost_table is {shown(self.cost_table)}: give the path of a file of heart tune-costs")
         if self.model is not None:
             from .presets import MODELS
 
             if not isinstance(self.model, str) or self.model not in MODELS:
-                raise HeartError(f"model is {_short(self.model)}: known are {', '.join(MODELS)}; or leave it out")
+                raise HeartError(f"model is {shown(self.model)}: known are {', '.join(MODELS)}; or leave it out")
 
     def _check_numbers(self) -> None:
         for name in ("dense_steps", "dense_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= STEP_LIMIT:
-                raise HeartError(f"{name} is {_short(value)}: it must be a whole number, 0 or more")
+                raise HeartError(f"{name} is {shown(value)}: it must be a whole number, 0 or more")
         for name in ("force_sparse", "scale_clusters"):
             if not isinstance(getattr(self, name), bool):
-                raise HeartError(f"{name} is {_short(getattr(self, name))}: it must be true or false")
+                raise HeartError(f"{name} is {shown(getattr(self, name))}: it must be true or false")
 
     @property
     def deal(self) -> str:
@@ -169,8 +169,10 @@ class HeartConfig:
         """From what `to_dict` gave; anything unknown is refused by name."""
         data = dict(_migrated(*_unwrap(obj, "HeartConfig")))
         known = {f.name for f in fields(cls)}
-        if unknown := sorted(str(name)[:40] for name in set(data) - known)[:5]:
-            raise HeartError(f"the config has unknown fields {unknown}: known are {sorted(known)}")
+        if unknown := [name for name in data if name not in known]:
+            raise HeartError(
+                f"the config has an unknown field {shown(unknown[0], 40)}: known are {', '.join(sorted(known))}"
+            )
         if isinstance(data.get("backbone"), dict):
             data["backbone"] = backbones.from_dict(data["backbone"])
         if data.get("reuse") is not None:
@@ -208,12 +210,6 @@ def _with_old_names(init: Any) -> Any:
 HeartConfig.__init__ = _with_old_names(HeartConfig.__init__)  # type: ignore[method-assign]
 
 
-def _short(value: Any) -> str:
-    """A value in an error sentence, not longer than a line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 # ---------------------------------------- JSON parts
 
 
@@ -234,11 +230,11 @@ def _unwrap(obj: Any, kind: str) -> tuple[dict[str, Any], int]:
     if not isinstance(obj, dict) or set(obj) != {"_type", "_version", "_data"}:
         raise HeartError(f"this is no saved {kind}: it must be an object with _type, _version and _data")
     if obj["_type"] != kind:
-        raise HeartError(f"the file holds a {_short(obj['_type'])}, a {kind} is wanted")
+        raise HeartError(f"the file holds a {shown(obj['_type'])}, a {kind} is wanted")
     version = obj["_version"]
-    if isinstance(version, bool) or version not in range(1, VERSION + 1):
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise HeartError(
-            f"the {kind} has version {_short(version)}, this HEART reads 1 to {VERSION}: update or save anew"
+            f"the {kind} has version {shown(version)}, this HEART reads 1 to {VERSION}: update or save anew"
         )
     if not isinstance(obj["_data"], dict):
         raise HeartError(f"the {kind}'s _data is {type(obj['_data']).__name__}: it must be an object")
@@ -256,12 +252,12 @@ def _policy_to_dict(policy: Policy) -> dict[str, Any]:
 def _policy_from_dict(obj: Any) -> Policy:
     name = obj.get("_type") if isinstance(obj, dict) else None
     if not isinstance(name, str) or name not in policies.POLICIES:
-        raise HeartError(f"the config's reuse is of type {_short(name)}: known are {', '.join(policies.POLICIES)}")
+        raise HeartError(f"the config's reuse is of type {shown(name)}: known are {', '.join(policies.POLICIES)}")
     data = _text_to_inf(_unwrap(obj, name)[0])
     try:
         return policies.POLICIES[name](**data)
     except TypeError as error:
-        raise HeartError(f"the config's {name} has wrong fields ({str(error)[:120]}): save it anew") from None
+        raise HeartError(f"the config's {name} has wrong fields ({shown(str(error), 100)}): save it anew") from None
 
 
 def _inf_to_text(x: Any) -> Any:

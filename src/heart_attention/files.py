@@ -47,20 +47,11 @@ def _usual_cache() -> Path:
 def write_atomic(path: str | os.PathLike, data: bytes | str) -> Path:
     """Write `data` to a temporary name in the same folder, flush it to disk and rename it: whole or absent."""
     path = Path(path)
-    data = data.encode() if isinstance(data, str) else data
-    try:
-        if "\0" in str(path):
-            raise HeartError(f"{named(path)!r} is no path of a file: give another")
-        if path.is_dir():
-            raise HeartError(f"{named(path)!r} is a folder: give the name of a file to write")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent)
-        _write_and_rename(path, data)
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        raise HeartError(
-            f"{named(path)} cannot be written ({why}): free space there, or choose another folder"
-        ) from error
+    if path.is_dir():
+        raise HeartError(f"{named(path)!r} is a folder: give the name of a file to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent)
+    _write_and_rename(path, data.encode() if isinstance(data, str) else data)
     return path
 
 

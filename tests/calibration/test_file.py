@@ -185,7 +185,7 @@ def edited(change) -> dict:
         (lambda d: d.update(phases={"sigmas": [0.5]}), "sigmas, weights and steps"),
         (lambda d: d.update(phases={"sigmas": [0.5], "weights": [1.0], "steps": [5]}), "has shape"),
         (lambda d: d.update(phases=[1]), "phases is list"),
-        (lambda d: d["settings"].update(dense_steps="5"), "setting dense_steps is 5"),
+        (lambda d: d["settings"].update(dense_steps="5"), "setting dense_steps is '5'"),
         (lambda d: d["settings"].update(grid=[1, 2]), "setting grid"),
         (lambda d: d["settings"].update(order="spiral"), "order is 'spiral'"),
         (lambda d: d.update(steps=0), "steps is 0"),

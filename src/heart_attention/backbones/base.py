@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import HeartError
+from ..errors import LONGEST, HeartError, shown
 from ..masks import Mask, Text
 
 Thresholds = float | Sequence[Any] | Tensor
@@ -200,17 +200,44 @@ class Backbone(abc.ABC):
         known = {field.name for field in _fields(cls)}
         unknown = set(data) - known - {"name"}
         if unknown:
-            raise HeartError(f"{cls.name} has no setting {sorted(map(str, unknown))}: it has {sorted(known)}")
+            raise HeartError(
+                f"{cls.name} has no setting {shown(next(iter(unknown)), 40)}: it has {', '.join(sorted(known))}"
+            )
         if data.get("name", cls.name) != cls.name:
-            raise HeartError(f"these are settings of {data['name']!r}, not of {cls.name!r}")
+            raise HeartError(f"these are settings of {shown(data['name'])}, not of {cls.name!r}")
+        for field in _fields(cls):
+            if field.name in data and not _fits(data[field.name], str(field.type)):
+                raise HeartError(f"{cls.name} got {field.name}={shown(data[field.name])}: give it as {field.type}")
         try:
             return cls(**{name: value for name, value in data.items() if name != "name"})
-        except TypeError as error:
-            raise HeartError(f"the settings of {cls.name} do not fit ({error}): save them anew") from None
+        except HeartError as error:  # of a subclass that quotes a value as it is
+            raise HeartError(str(error)[:LONGEST]) from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise HeartError(f"the settings of {cls.name} do not fit ({str(error)[:120]}): save them anew") from None
 
 
 def _fields(cls: Any) -> tuple[dataclasses.Field, ...]:
     return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int, np.integer), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),)
+}  # fmt: skip
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether a setting from a file is of its field's type: finite numbers, short texts, lists of such numbers."""
+    names = [name.strip() for name in annotation.split("|")]
+    if isinstance(value, list | tuple):
+        return any(name not in _KINDS for name in names) and all(_number_or_row(x) for x in value)
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        return abs(value) <= 1 << 63 and any(isinstance(value, _KINDS.get(name, (int, float))) for name in names)
+    known = any(isinstance(value, _KINDS.get(n, ())) and (n == "bool") == isinstance(value, bool) for n in names)
+    return known or (isinstance(value, str | bool | None) and any(n not in _KINDS for n in names))
+
+
+def _number_or_row(value: Any) -> bool:
+    return all(_fits(x, "float") for x in value) if isinstance(value, list | tuple) else _fits(value, "float")
 
 
 @functools.cache
@@ -268,7 +295,7 @@ def adapt(backbone: Any) -> Backbone:
     if isinstance(backbone, Backbone):
         return backbone
     if isinstance(backbone, type) or not callable(getattr(backbone, "predict", None)):
-        raise HeartError(f"backbone is {backbone!r}: give XAttention(...), SVG2(...) or a name")
+        raise HeartError(f"backbone is {shown(backbone)}: give XAttention(...), SVG2(...) or a name")
     return Adapted(backbone)
 
 
@@ -306,15 +333,21 @@ def check_qk(q: Tensor, k: Tensor) -> None:
 def check_positive(owner: str, **values: Any) -> None:
     """Raise unless each value is an integer of at least 1."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise HeartError(f"{owner} got {name}={value!r}: give an integer of at least 1")
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 31:
+            raise HeartError(f"{owner} got {name}={shown(value)}: give an integer of at least 1, below 2^31")
 
 
 def check_share(owner: str, **values: Any) -> None:
     """Raise unless each value is a number from 0 to 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-            raise HeartError(f"{owner} got {name}={value!r}: give a number from 0 to 1")
+            raise HeartError(f"{owner} got {name}={shown(value)}: give a number from 0 to 1")
+
+
+def check_seed(owner: str, seed: Any) -> None:
+    """Raise unless this is an integer that PyTorch's generators take as a seed."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 63:
+        raise HeartError(f"{owner} got seed={shown(seed)}: give an integer from 0, below 2^63")
 
 
 def read_thresholds(thresholds: Thresholds, batch: int, heads: int) -> Tensor:
@@ -368,6 +401,7 @@ __all__ = [
     "adapt",
     "check_positive",
     "check_qk",
+    "check_seed",
     "check_share",
     "pairs",
     "read_heads",

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from .. import plugins
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from .base import Backbone
 
 # Name -> module and class. Imported on first use.
@@ -51,9 +51,7 @@ def find(name: Any) -> type[Backbone]:
         module, cls = BUILT_IN[name]
         return getattr(importlib.import_module(module, __package__), cls)
     if name not in names():
-        raise HeartError(
-            f"there is no backbone {str(name)[:60]!r}: choose one of {', '.join(names())}, or load its plugin"
-        )
+        raise HeartError(f"there is no backbone {shown(name)}: choose one of {', '.join(names())}, or load its plugin")
     return _REGISTERED[name]
 
 
@@ -65,5 +63,5 @@ def by_name(name: str, **settings: Any) -> Any:
 def from_dict(data: Any) -> Any:
     """The backbone that `to_dict` described."""
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise HeartError(f"a backbone's settings are a dict with a name, not {str(data)[:80]!r}")
+        raise HeartError(f"a backbone's settings are a dict with a name, not {shown(data)}")
     return find(data["name"]).from_dict(data)

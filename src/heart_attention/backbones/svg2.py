@@ -23,6 +23,7 @@ from .base import (
     Thresholds,
     check_positive,
     check_qk,
+    check_seed,
     check_share,
     read_heads,
     read_text,
@@ -88,7 +89,8 @@ class SVG2(Backbone):
         check_positive(owner, init_iters=self.init_iters, step_iters=self.step_iters)
         if self.min_ratio is not None:
             check_share(owner, min_ratio=self.min_ratio)
-        if self.rank not in RANKS:
+        check_seed(owner, self.seed)
+        if not isinstance(self.rank, str) or self.rank not in RANKS:
             raise HeartError(f"{owner} got rank={str(self.rank)[:40]!r}: give one of {', '.join(RANKS)}")
         if max(self.q_clusters, self.k_clusters) > torch.iinfo(torch.int16).max - 2:
             raise HeartError(

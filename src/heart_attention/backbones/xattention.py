@@ -48,7 +48,7 @@ class XAttention(Backbone):
                 f"XAttention's block {self.block} does not divide by its stride {self.stride}: "
                 "choose a block that is a multiple of the stride"
             )
-        if self.pad not in ("block", "chunk"):
+        if not isinstance(self.pad, str) or self.pad not in ("block", "chunk"):
             check_positive("XAttention", pad=self.pad)
             self._check_chunk(int(self.pad))
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import token_order
-from ..errors import HeartError
+from ..errors import LONGEST, HeartError, named, shown
 from ..files import read_json, write_atomic
 from ..online.thresholds import ThresholdSource
 from . import values
@@ -121,8 +121,10 @@ class Calibration(ThresholdSource):
             self._points_from_thresholds()
         else:
             self._thresholds_from_points()
-        if self.method not in METHODS:
-            raise HeartError(f"the calibration's method is {self.method!r}: it must be one of {', '.join(METHODS)}")
+        if not isinstance(self.method, str) or self.method not in METHODS:
+            raise HeartError(
+                f"the calibration's method is {shown(self.method)}: it must be one of {', '.join(METHODS)}"
+            )
         self._put("model", check_fingerprint(self.model, (self.layers, self.heads)))
         self._check_tables()
         self._check_phases()
@@ -132,7 +134,7 @@ class Calibration(ThresholdSource):
             values.check_int(getattr(self, name), name, 1, 1_000_000)
         values.check_int(self.seed, "seed", 0, (1 << 64) - 1)
         if not isinstance(self.scheduler, str | None):
-            raise HeartError(f"the calibration's scheduler is {self.scheduler!r}: it must be a class name")
+            raise HeartError(f"the calibration's scheduler is {shown(self.scheduler)}: it must be a class name")
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -149,7 +151,7 @@ class Calibration(ThresholdSource):
         if self.candidates is not None:
             taus = values.array(self.candidates, "candidates", 1, 0.0, 1.0, open_low=True)
             if (np.diff(taus) <= 0).any():
-                raise HeartError(f"the calibration's candidates must ascend, not {taus.tolist()[:20]}")
+                raise HeartError(f"the calibration's candidates must ascend, not {shown(taus.tolist())}")
             if not np.isin(self.thresholds, taus).all():
                 raise HeartError("the calibration's thresholds are not all among its candidates")
             self._put("candidates", taus)
@@ -199,7 +201,7 @@ class Calibration(ThresholdSource):
             return
         sigmas = values.array(self.phases["sigmas"], "sigmas", 1, 0.0, math.inf, open_low=True, shape=(count - 1,))
         if (np.diff(sigmas) >= 0).any():
-            raise HeartError(f"the calibration's sigmas must descend, not {sigmas.tolist()[:20]}")
+            raise HeartError(f"the calibration's sigmas must descend, not {shown(sigmas.tolist())}")
 
     # ---------------------------------------- what is in it
 
@@ -307,8 +309,10 @@ class Calibration(ThresholdSource):
         """A calibration from what `to_dict` gave; whatever is unknown or does not fit is refused."""
         data = migrated(data)
         known = {f.name for f in fields(cls)} - set(_NOT_SAVED)
-        if unknown := sorted(set(data) - known - {"schema"}):
-            raise HeartError(f"the calibration has unknown fields {unknown[:5]}: it is damaged or of another version")
+        if unknown := sorted(map(str, set(data) - known - {"schema"})):
+            raise HeartError(
+                f"the calibration has unknown fields {shown(unknown)}: it is damaged or of another version"
+            )
         if missing := sorted({"points", "choice", "method"} - set(data)):
             raise HeartError(f"the calibration lacks {', '.join(missing)}: it is damaged")
         given = {k: v for k, v in data.items() if k != "schema"}
@@ -321,8 +325,8 @@ class Calibration(ThresholdSource):
         try:
             calibration = cls.from_dict(read_json(path, LIMIT), force, shipped)
         except HeartError as error:
-            named = str(error).startswith(("there is no file", str(path)))
-            raise error if named else HeartError(f"{path}: {error}") from None
+            told = str(error).startswith(("there is no file", named(path)))
+            raise error if told else HeartError(f"{named(path)}: {error}"[:LONGEST]) from None
         if transformer is not None:
             calibration.check(transformer, force)
         return calibration

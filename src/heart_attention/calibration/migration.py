@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from .values import array
 
 SCHEMA = "heart-calibration/2"
@@ -20,7 +20,7 @@ def migrated(data: Any) -> dict[str, Any]:
         return _from_version_1(data)
     if data["schema"] != SCHEMA:
         raise HeartError(
-            f"the calibration's schema is {str(data['schema'])[:60]!r}, this HEART reads {SCHEMA!r}: make it anew"
+            f"the calibration's schema is {shown(data['schema'])}, this HEART reads {SCHEMA!r}: make it anew"
         )
     return data
 
@@ -34,7 +34,7 @@ def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
     known = data.get("candidates", sorted(set(thresholds.ravel().tolist())))
     taus = array(known, "candidates", 1, 0.0, 1.0, open_low=True).tolist()
     if any(a >= b for a, b in zip(taus, taus[1:])):
-        raise HeartError(f"the calibration's candidates must ascend, not {taus[:20]}")
+        raise HeartError(f"the calibration's candidates must ascend, not {shown(taus)}")
     place = {tau: k for k, tau in enumerate(taus)}
     if not set(thresholds.ravel().tolist()) <= set(taus):
         raise HeartError("the calibration's thresholds are not all among its candidates")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import token_order
-from ..errors import HeartError
+from ..errors import HeartError, shown
 
 RESTS = ("drop", "mean", "first-order")
 DEPTH = 12  # of nested objects in a file
@@ -73,25 +73,25 @@ def plain(value: Any, name: str, kind: type | None = None, depth: int = 0) -> An
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise HeartError(f"the calibration's {name} holds {str(value)[:40]!r}, which is no finite number or text")
+    raise HeartError(f"the calibration's {name} holds {shown(value)}, which is no finite number or text")
 
 
 def check_int(value: Any, name: str, low: int, high: int) -> None:
     """Raise unless this is None or a whole number within [low, high]."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
         return
-    raise HeartError(f"the calibration's {name} is {str(value)[:40]}: it must be a whole number from {low} to {high}")
+    raise HeartError(f"the calibration's {name} is {shown(value)}: it must be a whole number from {low} to {high}")
 
 
 def point(value: Any) -> dict[str, Any]:
     """One operating point as plain JSON: backbone, threshold, rest, order (a name, or one for every head)."""
     if not isinstance(value, dict) or set(value) != {"backbone", "threshold", "rest", "order"}:
         raise HeartError(
-            f"an operating point is an object with backbone, threshold, rest and order, not {str(value)[:80]}"
+            f"an operating point is an object with backbone, threshold, rest and order, not {shown(value)}"
         )
     threshold = array([value["threshold"]], "threshold of a point", 1, 0.0, 1.0, open_low=True)
     if not isinstance(value["rest"], str) or value["rest"] not in RESTS:
-        raise HeartError(f"a point's rest is {str(value['rest'])[:40]!r}: it must be one of {', '.join(RESTS)}")
+        raise HeartError(f"a point's rest is {shown(value['rest'])}: it must be one of {', '.join(RESTS)}")
     return {
         "backbone": backbone(value["backbone"]),
         "threshold": float(threshold[0]),
@@ -129,7 +129,7 @@ def settings(value: Any) -> dict[str, Any]:
     out = plain(value, "settings", dict)
     for name, good in _SETTINGS.items():
         if name in out and not good(out[name]):
-            raise HeartError(f"the calibration's setting {name} is {str(out[name])[:40]}: it is damaged")
+            raise HeartError(f"the calibration's setting {name} is {shown(out[name])}: it is damaged")
     if "order" in out:
         out["order"] = order(out["order"])
     return out

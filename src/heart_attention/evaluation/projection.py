@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from ..files import read_json
 
 # The fitted figure: 1.98e16 flop of attention in 107 s are 185 of the A800's 312 TFLOP/s.
@@ -231,7 +231,7 @@ def _check(density: float, refresh: float, dense_steps: int, model: Model, backb
     if not 0 <= dense_steps < model.steps:
         raise HeartError(f"{dense_steps} dense steps of {model.steps} cannot be: give fewer than there are steps")
     if backbone not in ("xattention", "svg2"):
-        raise HeartError(f"there is no backbone {backbone!r} to project: choose xattention or svg2")
+        raise HeartError(f"there is no backbone {shown(backbone)} to project: choose xattention or svg2")
 
 
 def validation() -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ def from_results(
     rows = data.get("rows") if isinstance(data, dict) else None
     methods: dict[str, list[dict]] = {}
     for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, dict) and row.get("density") is not None and row.get("method", "dense") != "dense":
+        if _measured(row):
             methods.setdefault(row["method"], []).append(row)
     if not methods:
         raise HeartError(f"{path} holds no row with a density: give the results.json of heart compare or heart demo")
@@ -269,6 +269,14 @@ def from_results(
                 backbone = method.partition("+")[0]
                 found.append(project(model, device, density, refresh, backbone, dense_steps, share, method=method))
     return found
+
+
+def _measured(row: Any) -> bool:
+    """Whether this is a row of a sparse method with a density, by type and range."""
+    share = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1  # noqa: E731
+    if not isinstance(row, dict) or not isinstance(row.get("method"), str) or row["method"] == "dense":
+        return False
+    return share(row.get("density")) and (row.get("refresh_rate") is None or share(row["refresh_rate"]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..backbones.base import Backbone, pairs, tokens
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from ..files import read_json
 
 SCHEMA = 1
@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent / "cost_tables"
 PARTS = ("dense", "kernel", "prediction", "drift", "first", "means")
 DIGITS = 3  # densities are rounded to so many before they are compared
 LIMIT = 1 << 20  # bytes of a table
+MOST = 1e6  # seconds, or seconds a unit of work: no cost comes near it
 
 
 @dataclass(frozen=True)
@@ -150,24 +151,34 @@ class CostTable:
     def from_dict(cls, data: Any) -> CostTable:
         """From what `to_dict` gave; anything odd is refused."""
         try:
-            if set(data) != {"schema", "kind", "origin", "margin", "entries"} or data["schema"] != SCHEMA:
+            if (
+                not isinstance(data, dict)
+                or set(data) != {"schema", "kind", "origin", "margin", "entries"}
+                or data["schema"] != SCHEMA
+            ):
                 raise HeartError("it is of another version")
             entries = {
                 str(name): {int(size): Costs(**{p: _line(parts[p]) for p in PARTS}) for size, parts in sizes.items()}
                 for name, sizes in data["entries"].items()
             }
-            table = cls(str(data["kind"]), str(data["origin"]), _number(data["margin"]), entries)
+            table = cls(_text(data["kind"]), _text(data["origin"]), _number(data["margin"]), entries)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise HeartError(f"this is no table of costs ({str(error)[:80]}): run heart tune-costs") from None
+            raise HeartError(f"this is no table of costs ({shown(str(error), 80)}): run heart tune-costs") from None
         if not {"block", "cluster"} <= set(entries) or not all(s and min(s) > 0 for s in entries.values()):
             raise HeartError("the table of costs lacks its entries for blocks and clusters: run heart tune-costs")
         return table
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{str(value)[:40]} is no cost")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+        raise ValueError(f"{shown(value)} is no cost")
     return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 1000:
+        raise ValueError(f"{shown(value)} is no text")
+    return value
 
 
 def _line(value: Any) -> Line:

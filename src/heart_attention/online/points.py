@@ -5,14 +5,14 @@ The simple config, one backbone with thresholds, is the case of one group of hea
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .. import backbones, token_order
 from ..backbones.base import Backbone
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from ..token_order import HeadOrders
 from . import thresholds
 
@@ -23,7 +23,7 @@ def check_rest(rest: Any, backbone: Backbone) -> str:
     """Raise unless this names what may become of the rest of this backbone's masks."""
     if not isinstance(rest, str) or rest not in backbone.rests:
         known = ", ".join(backbone.rests)
-        raise HeartError(f"rest is {str(rest)[:40]!r}: with {backbone.name} it must be one of {known}")
+        raise HeartError(f"rest is {shown(rest)}: with {backbone.name} it must be one of {known}")
     return rest
 
 
@@ -51,7 +51,7 @@ class Point:
             raise HeartError("an operating point has one threshold: give a number")
         check_rest(self.rest, self.backbone)
         if not isinstance(self.order, str):
-            raise HeartError(f"a point's order is {self.order!r}: give raster, tiles or a tile such as 4x4x4")
+            raise HeartError(f"a point's order is {shown(self.order)}: give raster, tiles or a tile such as 4x4x4")
         if self.order not in (token_order.RASTER, token_order.TILES):
             token_order.shape_of(self.order)
 
@@ -65,7 +65,7 @@ class Point:
         """From what `to_dict` gave; anything unknown is refused by name."""
         known = {"backbone", "threshold", "rest", "order"}
         if not isinstance(data, dict) or not {"backbone", "threshold"} <= set(data) <= known:
-            raise HeartError(f"an operating point is an object with {', '.join(sorted(known))}, not {str(data)[:80]}")
+            raise HeartError(f"an operating point is an object with {', '.join(sorted(known))}, not {shown(data)}")
         return cls(**{**data, "backbone": backbones.from_dict(data["backbone"])})
 
 
@@ -86,7 +86,7 @@ class PointTable:
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple(self.points))
         object.__setattr__(self, "choice", _nested(self.choice))
-        object.__setattr__(self, "phases", tuple(float(x) for x in self.phases))
+        object.__setattr__(self, "phases", _boundaries(self.phases))
         sizes = thresholds.shape(self.choice)
         if len(sizes) != 4 or not self.points:
             raise HeartError(
@@ -95,11 +95,11 @@ class PointTable:
         if len(self.phases) != sizes[1] - 1 or sizes[1] > PHASE_LIMIT:
             raise HeartError(f"{len(self.phases)} boundaries for {sizes[1]} phases: give one fewer than phases")
         falling = all(a > b for a, b in zip(self.phases, self.phases[1:]))
-        if not falling or not all(math.isfinite(x) and x > 0 for x in self.phases):
-            raise HeartError(f"phase boundaries are {list(self.phases)}: give noise levels above 0, descending")
+        if not falling:
+            raise HeartError(f"phase boundaries are {shown(list(self.phases))}: give noise levels above 0, descending")
         flat = _flat(self.choice)
         if min(flat) < 0 or max(flat) >= len(self.points):
-            raise HeartError(f"a head chooses point {max(flat)} of {len(self.points)}: count points from 0")
+            raise HeartError(f"a head chooses point {shown(max(flat))} of {len(self.points)}: count points from 0")
 
     def phase(self, sigma: float | None) -> int:
         """The phase at this noise level; the first where nothing tells."""
@@ -120,6 +120,13 @@ class PointTable:
         return cls(tuple(map(Point.from_dict, data["points"])), data["choice"], tuple(data["phases"]))
 
 
+def _boundaries(values: Any) -> tuple[float, ...]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise HeartError(f"a phase boundary is {shown(value)}: give noise levels above 0, descending")
+    return tuple(map(float, values))
+
+
 def _nested(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple) and depth < 5:
         rows = tuple(_nested(x, depth + 1) for x in value)
@@ -127,7 +134,7 @@ def _nested(value: Any, depth: int = 0) -> Any:
             return rows
         raise HeartError("the choice of points is ragged or empty: give rows of one length")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise HeartError(f"the choice of points holds {str(value)[:40]!r}: give whole numbers")
+        raise HeartError(f"the choice of points holds {shown(value)}: give whole numbers")
     return value
 
 

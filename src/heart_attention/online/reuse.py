@@ -8,6 +8,7 @@ last refreshed.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
@@ -15,8 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from ..kernels.ops.means import token_means
+
+STEP_LIMIT = 1_000_000
 
 # ---------------------------------------- drift
 
@@ -152,7 +155,7 @@ def adapt(policy: Any) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, type) or not callable(getattr(policy, "refresh", None)):
-        raise HeartError(f"reuse is {policy!r}: give TMR(...), Interval(n), Warmup(n) or Always()")
+        raise HeartError(f"reuse is {shown(policy)}: give TMR(...), Interval(n), Warmup(n) or Always()")
     return AdaptedPolicy(policy)
 
 
@@ -178,15 +181,17 @@ class TMR(Policy):
 
     def __post_init__(self) -> None:
         if self.delta is not None and self.relative is not None:
-            raise HeartError(f"TMR got delta={self.delta} and relative={self.relative}: give one of the two")
+            raise HeartError(
+                f"TMR got delta={shown(self.delta)} and relative={shown(self.relative)}: give one of the two"
+            )
         if self.delta is None and self.relative is None:
             object.__setattr__(self, "delta", 30.0)
         for name in ("delta", "relative"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _limit(name, getattr(self, name)))
         object.__setattr__(self, "gate", _gate_bounds(self.gate))
-        if self.drift not in ("mean", "tokens"):
-            raise HeartError(f"TMR's drift is {self.drift!r}: it must be 'mean' or 'tokens'")
+        if not isinstance(self.drift, str) or self.drift not in ("mean", "tokens"):
+            raise HeartError(f"TMR's drift is {shown(self.drift)}: it must be 'mean' or 'tokens'")
 
     @property
     def features(self) -> str:  # type: ignore[override]
@@ -280,23 +285,31 @@ def _limit(name: str, value: Any) -> float | tuple[float, ...]:
     if isinstance(value, Tensor) or hasattr(value, "tolist"):
         value = value.tolist()
     numbers = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    if not numbers or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):
-        raise HeartError(f"TMR's {name} is {value!r}: it must be a number, or one number a layer")
+    if not numbers or not all(map(_is_number, numbers)):
+        raise HeartError(f"TMR's {name} is {shown(value)}: it must be a number, or one number a layer")
     if any(math.isnan(x) for x in numbers):
-        raise HeartError(f"TMR's {name} is {value!r}: NaN compares with nothing, give a number")
+        raise HeartError(f"TMR's {name} is {shown(value)}: NaN compares with nothing, give a number")
     return tuple(map(float, numbers)) if isinstance(value, Sequence) else float(value)
 
 
+def _is_number(value: Any) -> bool:
+    """Whether this is a number that a float can hold; infinity and NaN are floats."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
+
+
 def _gate_bounds(value: Any) -> tuple[float, float]:
-    try:
-        low, high = (float(x) for x in value)
-    except (TypeError, ValueError):
-        raise HeartError(f"TMR's gate is {value!r}: it must be two numbers (low, high)") from None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_number, value)):
+        raise HeartError(f"TMR's gate is {shown(value)}: it must be two numbers (low, high)")
+    low, high = map(float, value)
     if not 0 <= low <= high <= 1:
         raise HeartError(f"TMR's gate is ({low:g}, {high:g}): it must hold 0 <= low <= high <= 1")
     return low, high
 
 
 def _whole(name: str, n: Any, least: int) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or n < least:
-        raise HeartError(f"{name}(n) got n={n!r}: it must be a whole number of steps, at least {least}")
+    if not isinstance(n, int) or isinstance(n, bool) or not least <= n <= STEP_LIMIT:
+        raise HeartError(f"{name}(n) got n={shown(n)}: it must be a whole number of steps, at least {least}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import HeartError
+from ..errors import HeartError, shown
 
 Table = list[list[tuple[float, ...]]]  # [transformers][layers], a number for each head
 
@@ -57,9 +57,9 @@ def freeze(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return _rows(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise HeartError(f"a threshold is {str(value)[:60]!r}: give a number above 0, [H], [L, H] or a Calibration")
-    if not 0 < value < math.inf:  # also refuses NaN
-        raise HeartError(f"a threshold is {value!r}: it must be above 0 and finite (1 or more means dense)")
+        raise HeartError(f"a threshold is {shown(value)}: give a number above 0, [H], [L, H] or a Calibration")
+    if not 0 < value <= sys.float_info.max:  # also refuses NaN, and integers beyond any float
+        raise HeartError(f"a threshold is {shown(value)}: it must be above 0 and finite (1 or more means dense)")
     return float(value)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from ..masks import Text
 from .tiles import tile_order, tile_order_of
 
@@ -31,13 +31,13 @@ Grid = tuple[int, int, int]
 # ---------------------------------------- names
 
 
-def read(order: Any) -> Order:
+def read(order: Any, depth: int = 0) -> Order:
     """An order as a config holds it: a name, or nested tuples of names; anything else is refused."""
     if isinstance(order, str) and order in (RASTER, TILES):
         return order
-    if not isinstance(order, list | tuple) or not order:
-        raise HeartError(f"order is {order!r}: it must be raster, tiles, or names for every head, [layers][heads]")
-    rows = tuple(tuple(map(_read_name, row)) if _is_row(row) else read(row) for row in order)
+    if not isinstance(order, list | tuple) or not order or depth > 2:
+        raise HeartError(f"order is {shown(order)}: it must be raster, tiles, or names for every head, [layers][heads]")
+    rows = tuple(tuple(map(_read_name, row)) if _is_row(row) else read(row, depth + 1) for row in order)
     if any(isinstance(row, str) for row in rows) or len({_sizes(row) for row in rows}) > 1:
         raise HeartError("the order is ragged: give names for every head, [layers][heads], with rows of one length")
     return rows
@@ -60,9 +60,9 @@ def _sizes(order: Any) -> tuple[int, ...]:
 def shape_of(name: str) -> Grid:
     """The tile that a name such as "4x16x1" stands for."""
     parts = name.split("x")
-    if len(parts) != 3 or not all(p.isascii() and p.isdigit() and 0 < int(p) < 1 << 16 for p in parts):
+    if len(parts) != 3 or not all(p.isascii() and p.isdigit() and len(p) < 6 and 0 < int(p) < 1 << 16 for p in parts):
         raise HeartError(
-            f"a head's order is {name!r}: give 'raster' or a tile such as '4x4x8', frames x rows x columns"
+            f"a head's order is {shown(name)}: give 'raster' or a tile such as '4x4x8', frames x rows x columns"
         )
     return int(parts[0]), int(parts[1]), int(parts[2])
 
