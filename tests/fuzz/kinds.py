@@ -80,7 +80,8 @@ def _calibrations() -> list[Any]:
     both = [Point(XAttention(4, 16), 0.8).to_dict(), Point(SVG2(8, 16), 0.9, "mean").to_dict()]
     wide = Calibration(
         points=both, choice=np.array([[[0, 1], [1, 1]], [[1, 0], [0, 0]]]), method="probes", E=rng.random((2, 2, 2, 2)),
-        S=rng.random((2, 2, 2, 2)), cost=rng.random((2, 2, 2, 2)), phases={"sigmas": [0.5], "weights": [1.0, 1.0], "steps": [3, 4]},
+        S=rng.random((2, 2, 2, 2)), cost=rng.random((2, 2, 2, 2)),
+        phases={"sigmas": [0.5], "weights": [1.0, 1.0], "steps": [3, 4]},
     )  # fmt: skip
     old = {
         "schema": "heart-calibration/1", "method": "joint", "thresholds": [[0.5, 0.9]], "candidates": [0.5, 0.9],
