@@ -34,10 +34,10 @@ def chosen(pipe: Any, name: str | None) -> Any:
             "this pipeline has two transformers, each with steps of its own: calibrate one after the other, "
             "with --transformer transformer and --transformer transformer_2"
         )
-    found = named_transformers(pipe).get(name or NAMES[0])
-    if found is None:
+    transformer = named_transformers(pipe).get(name or NAMES[0])
+    if transformer is None:
         raise HeartError(f"this {type(pipe).__name__} has no {name}: calibrate its transformer")
-    return found
+    return transformer
 
 
 def served(pipe: Any, name: str | None, steps: int) -> tuple[int, int]:
@@ -128,5 +128,5 @@ def load(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> Calibration 
     """One calibration file, or those of both transformers in any order."""
     if isinstance(paths, str | os.PathLike):
         return Calibration.load(paths)
-    found = tuple(Calibration.load(p) for p in paths)
-    return found[0] if len(found) == 1 else Experts(found)
+    calibrations = tuple(Calibration.load(p) for p in paths)
+    return calibrations[0] if len(calibrations) == 1 else Experts(calibrations)

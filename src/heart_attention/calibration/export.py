@@ -234,51 +234,51 @@ def _from_records(rows: list[dict[str, Any]], backbone: dict[str, Any], budget: 
     missing = [name for name in ("layer", "head", "threshold") if any(name not in row for row in rows)]
     if missing or not rows:
         raise HeartError(f"the table lacks the column {', '.join(missing) or 'layer'}")
-    at: dict[tuple[int, int], dict[float, dict[str, Any]]] = {}
+    cells: dict[tuple[int, int], dict[float, dict[str, Any]]] = {}
     for i, row in enumerate(rows):
         key = _index(row["layer"], "layer", i), _index(row["head"], "head", i)
         tau = _number(row["threshold"], "threshold", i)
-        if tau in at.setdefault(key, {}):
+        if tau in cells.setdefault(key, {}):
             raise HeartError(f"row {i + 1} gives threshold {tau:g} of layer {key[0]}, head {key[1]} a second time")
-        at[key][tau] = {"row": i, **row}
-    layers, heads = (1 + max(key[axis] for key in at) for axis in (0, 1))
-    if len(at) != layers * heads:
-        raise HeartError(f"the table has {len(at)} heads, not all of {layers} layers × {heads} heads")
+        cells[key][tau] = {"row": i, **row}
+    layers, heads = (1 + max(key[axis] for key in cells) for axis in (0, 1))
+    if len(cells) != layers * heads:
+        raise HeartError(f"the table has {len(cells)} heads, not all of {layers} layers × {heads} heads")
     measured = all("error" in row and "sparsity" in row for row in rows)
     if not measured:
-        return _plain_thresholds(at, layers, heads, backbone)
-    return _measured(at, layers, heads, backbone, budget)
+        return _plain_thresholds(cells, layers, heads, backbone)
+    return _measured(cells, layers, heads, backbone, budget)
 
 
-def _plain_thresholds(at: dict, layers: int, heads: int, backbone: dict[str, Any]) -> Calibration:
-    if any(len(row) > 1 for row in at.values()):
+def _plain_thresholds(cells: dict, layers: int, heads: int, backbone: dict[str, Any]) -> Calibration:
+    if any(len(row) > 1 for row in cells.values()):
         raise HeartError("several thresholds for one head need the columns error and sparsity to choose by")
-    table = [[next(iter(at[l, h])) for h in range(heads)] for l in range(layers)]
+    table = [[next(iter(cells[l, h])) for h in range(heads)] for l in range(layers)]
     return Calibration(thresholds=table, backbone=backbone, extra={"imported": {"format": "rows"}})
 
 
-def _measured(at: dict, layers: int, heads: int, backbone: dict[str, Any], budget: Any) -> Calibration:
-    candidates = sorted(at[0, 0])
-    if any(sorted(row) != candidates for row in at.values()):
+def _measured(cells: dict, layers: int, heads: int, backbone: dict[str, Any], budget: Any) -> Calibration:
+    candidates = sorted(cells[0, 0])
+    if any(sorted(row) != candidates for row in cells.values()):
         raise HeartError("all heads must have the same candidate thresholds")
 
     def table(name: str) -> np.ndarray:
         values = [
-            [[_number(at[l, h][t][name], name, at[l, h][t]["row"]) for t in candidates] for h in range(heads)]
+            [[_number(cells[l, h][t][name], name, cells[l, h][t]["row"]) for t in candidates] for h in range(heads)]
             for l in range(layers)
         ]
         return np.array(values)
 
     E, S = table("error"), table("sparsity")
     extra = {"imported": {"format": "rows"}}
-    if all("chosen" in row for one in at.values() for row in one.values()):
+    if all("chosen" in row for one in cells.values() for row in one.values()):
         chosen = table("chosen") != 0
         if (chosen.sum(-1) != 1).any():
             raise HeartError("the column chosen must mark exactly one row of every head")
         thresholds, report = np.array(candidates)[chosen.argmax(-1)], {}
     else:
-        found = solver.solve_budget(E, S, candidates, budget)
-        thresholds, report = found.thresholds, found.to_dict()
+        result = solver.solve_budget(E, S, candidates, budget)
+        thresholds, report = result.thresholds, result.to_dict()
     return Calibration(
         thresholds, backbone, candidates=candidates, E=E, S=S, solver=report, extra=extra, method="imported"
     )

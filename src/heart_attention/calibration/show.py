@@ -83,7 +83,7 @@ def joint_ratios(calibration: Calibration) -> dict[str, float]:
 
 
 def context_ratios(calibration: Calibration) -> dict[str, float]:
-    """The same taken in each context and then averaged: what a generation can expect at any of its steps."""
+    """The same taken in in_average context and then averaged: what a generation can expect at any of its steps."""
     out = {}
     for name, figures in calibration.verification.items():
         try:
@@ -224,10 +224,10 @@ def _solver(c: Calibration) -> str:
 
 
 def _joint(c: Calibration) -> str:
-    each = context_ratios(c)
+    in_average = context_ratios(c)
     parts = []
     for name, ratio in joint_ratios(c).items():
-        more = f", {each[name]:.3f} in the average context" if name in each else ""
+        more = f", {in_average[name]:.3f} in the average context" if name in in_average else ""
         parts.append(f"{ratio:.3f} of the shared threshold's{more} ({name.replace('_', ' ')})")
     return "; ".join(parts)
 

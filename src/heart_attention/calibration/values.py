@@ -9,8 +9,8 @@ import numpy as np
 
 from .. import token_order
 from ..errors import HeartError, shown
+from ..masks.base import RESTS
 
-RESTS = ("drop", "mean", "first-order")
 DEPTH = 12  # of nested objects in a file
 
 

@@ -10,7 +10,9 @@ import sys
 import pytest
 from models_for_tests import CALL
 
+from heart_attention import backbones
 from heart_attention.backbones import XAttention
+from heart_attention.calibration.points import points_of
 from heart_attention.calibration.solve.budget import Budget
 from heart_attention.calibration.workflow.settings import METHODS, Settings, default_of, options
 from heart_attention.errors import HeartError
@@ -41,6 +43,13 @@ def test_wrong_settings_are_one_sentence(wrong, told):
     with pytest.raises(HeartError, match=told) as caught:
         settings(**wrong)
     assert "\n" not in str(caught.value)
+
+
+def test_gradients_do_not_go_through_first_order_terms():
+    points = points_of(backbones.by_name("pisa"), (0.5,), rest="first-order")
+    with pytest.raises(HeartError, match="use the method isolated or probes"):
+        settings(points=points)
+    assert settings(points=points, method="isolated").taus == (0.5,)
 
 
 def test_there_must_be_prompts():

@@ -197,7 +197,8 @@ class Trials:
         for k in points:
             added = [_beyond(None if below is None else item.of_point[below], item.of_point[k]) for item in self.masks]
             kernel = kernels.choose(added[0], self.q.detach(), self.spec.kernel, rest)
-            if not kernel.log_sums or any(mask is None for mask in added):
+            in_parts = kernel.log_sums and rest in ("drop", "mean")  # what else there is has no log-sums of its own
+            if not in_parts or any(mask is None for mask in added):
                 yield k, self.run(everyone, k)
                 below, part = None, None
                 continue

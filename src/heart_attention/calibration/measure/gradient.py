@@ -248,8 +248,8 @@ def _call_backward(
     sums = [tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs) for _ in grads]
     for b in range(trials.q.shape[0]):
         for part in trials.parts(b, choice):
-            q, k, v, made, *cotangents = (x[b : b + 1, part.heads] for x in (*inputs, out, *grads))
-            for total, triple in zip(sums, attention_backward(part.mask, q, k, v, made, cotangents, rest=part.rest)):
+            q, k, v, result, *cotangents = (x[b : b + 1, part.heads] for x in (*inputs, out, *grads))
+            for total, triple in zip(sums, attention_backward(part.mask, q, k, v, result, cotangents, rest=part.rest)):
                 for target, x in zip(total, triple):
                     target[b : b + 1, part.heads] = x
     return sums  # type: ignore[return-value]

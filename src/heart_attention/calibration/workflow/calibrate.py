@@ -77,10 +77,12 @@ def calibrate(
     target = None if out is None else out_path(out)
     chosen = settings_for(pipe, backbone, prompts, held_out, call, settings)
     with _work_folder(work, target) as folder:
-        made = run(pipe, chosen, folder, resume=resume, progress=progress, ray=ray, loader=loader, workers=workers)
+        calibration = run(
+            pipe, chosen, folder, resume=resume, progress=progress, ray=ray, loader=loader, workers=workers
+        )
     if target is not None:
-        made.save(target)
-    return made
+        calibration.save(target)
+    return calibration
 
 
 def out_path(out: str | os.PathLike) -> Path:

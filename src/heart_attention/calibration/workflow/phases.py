@@ -68,6 +68,6 @@ def phases_of(settings: Settings, scheduler: Any, served: tuple[int, int] | None
 
 def noise_levels(scheduler: Any, steps: int) -> list[float]:
     """The noise level of every step, from 1 down: its timestep over the number of training timesteps."""
-    own = type(scheduler).from_config(scheduler.config)  # the pipeline's own stays as it is
-    own.set_timesteps(steps)
-    return [float(t) / own.config.num_train_timesteps for t in own.timesteps]
+    copy = type(scheduler).from_config(scheduler.config)  # the pipeline's own stays as it is
+    copy.set_timesteps(steps)
+    return [float(t) / copy.config.num_train_timesteps for t in copy.timesteps]

@@ -210,6 +210,8 @@ class Settings:
         self._put("order", token_order.read(self.order))
         self._put("candidates", self._candidates())
         self._put("points", None if self.points is None else self._read_points())
+        if self.method == "joint" and any(point.rest == "first-order" for point in self.points or ()):
+            raise HeartError("gradients do not go through the rest 'first-order': use the method isolated or probes")
         self._put("strata", self.strata or ("paper" if probes else "sparse"))
         self._put("mean", self.mean or ("plain" if probes else "relative"))
         self._put("realised", not probes if self.realised is None else self.realised)
@@ -311,8 +313,8 @@ def options() -> dict[str, Option]:
 
 def default_of(name: str) -> Any:
     """The default of a setting."""
-    (found,) = (f for f in fields(Settings) if f.name == name)
-    return _default(found)
+    (setting,) = (f for f in fields(Settings) if f.name == name)
+    return _default(setting)
 
 
 def _default(one: Field) -> Any:

@@ -99,11 +99,13 @@ class CalibrationWorker(Worker[Task]):
             context = context.conditional()
         if task.kind == "probe":
             wanted = {layer: list(heads) for layer, heads in task.wanted}
-            found = probes.probe(self.replay, context, wanted, self.job.spec, self.measure, task.null)
-            yield from ((name, record) for name, (_, record) in zip(task.names(), found))
+            layers = probes.probe(self.replay, context, wanted, self.job.spec, self.measure, task.null)
+            yield from ((name, record) for name, (_, record) in zip(task.names(), layers))
         elif task.kind == "gradient":
-            made = gradient.differentiate(self.replay, context, self.job.spec, task.choice, self.measure, self.job.seed)
-            yield task.names()[0], made.to_dict()
+            result = gradient.differentiate(
+                self.replay, context, self.job.spec, task.choice, self.measure, self.job.seed
+            )
+            yield task.names()[0], result.to_dict()
         elif task.kind == "verify":
             yield (
                 task.names()[0],
@@ -113,22 +115,22 @@ class CalibrationWorker(Worker[Task]):
             raise HeartError(f"there is no calibration task of kind {task.kind!r}")
 
     def _trajectory(self, task: Task) -> dict[int, bytes]:
-        found: dict[int, bytes] = {}
+        contexts: dict[int, bytes] = {}
 
         def keep(context: trajectory.Context) -> None:
-            found[context.step] = trajectory.to_bytes(context)
+            contexts[context.step] = trajectory.to_bytes(context)
 
         with torch.no_grad():
             trajectory.record(
                 self.pipe, self.replay, task.prompt, task.text, task.steps, self.job.call, self.job.seed, keep
             )
-        missing = sorted(set(task.steps) - set(found))
+        missing = sorted(set(task.steps) - set(contexts))
         if missing:
             raise HeartError(
                 f"the transformer did not run at steps {missing}: another model served them (Wan2.2 has two), give the "
                 "number of steps that this one serves"
             )
-        return found
+        return contexts
 
 
 def set_up(load: Callable[[], Any], job: Job) -> CalibrationWorker:
