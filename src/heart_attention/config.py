@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from . import backbones, token_order
 from .backbones.base import Backbone
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .online.thresholds import ThresholdSource
 
-    Thresholds = float | Sequence[Any] | np.ndarray | Tensor | ThresholdSource
+    Thresholds: TypeAlias = float | Sequence[Any] | np.ndarray | Tensor | ThresholdSource
 
 __all__ = ["HeartConfig", "Point", "PointTable"]
 

@@ -125,7 +125,8 @@ def find_preset(name: str, model: Any = None) -> tuple[HeartConfig, str]:
     )
     log.warning("%s", note)
     cls, reuse = backbones.find(name), TMR(relative=UNKNOWN_RELATIVE)
-    return HeartConfig(name, cls.default_threshold, reuse, scale_clusters=True, rest=cls.default_rest), note
+    config = HeartConfig(name, cls.default_threshold, reuse, scale_clusters=True)
+    return config.replace(rest=cls.default_rest), note
 
 
 def check_model(config: HeartConfig, transformer: Any) -> None:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import LONGEST, HeartError, shown
 from ..masks import Mask, Text
 
-Thresholds = float | Sequence[Any] | Tensor
+Thresholds: TypeAlias = float | Sequence[Any] | Tensor
 Key = tuple[int, str, int]  # layer, guidance branch, number of the first batch item
 Shape = tuple[int, ...]  # of q: [B, H, N, D]
 Grid = tuple[int, int, int]  # video tokens as frames, rows, columns

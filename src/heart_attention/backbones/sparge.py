@@ -56,7 +56,8 @@ class Sparge(BlockBackbone):
 
     def __post_init__(self) -> None:
         check_positive("Sparge", block_q=self.block_q, block_k=self.block_k)
-        values = self.similarity if isinstance(self.similarity, list | tuple) else [self.similarity]
+        given: Any = self.similarity
+        values = list(given) if isinstance(given, list | tuple) else [given]
         if not values or not all(isinstance(s, int | float) and -1 <= s <= 1 for s in values):
             raise HeartError(f"Sparge got similarity={self.similarity!r}: give numbers from -1 to 1")
         if isinstance(self.similarity, list | tuple):
@@ -129,8 +130,8 @@ class Sparge(BlockBackbone):
 
     def to_dict(self) -> dict[str, Any]:
         """Name and settings, for JSON."""
-        several = isinstance(self.similarity, tuple)
-        return super().to_dict() | ({"similarity": list(self.similarity)} if several else {})  # type: ignore[call-overload]
+        given: Any = self.similarity
+        return super().to_dict() | ({"similarity": list(given)} if isinstance(given, tuple) else {})
 
 
 def self_similarity(x: Tensor, block: int) -> Tensor:

@@ -267,7 +267,7 @@ def _by_matplotlib(c: Calibration, path: Path) -> None:
     *grids, bars = figure.subplots(1, phases + 1, width_ratios=[*[max(2.0, c.heads / 8)] * phases, 1])
     ends = [point["threshold"] for point in c.points]
     names = c.backbone_names.split("+")
-    image = None
+    image: Any = None
     for phase, (grid, taus, choice) in enumerate(zip(grids, _by_phase(c, c.thresholds), _by_phase(c, c.choice))):
         map_ = ListedColormap(colour(np.linspace(0, 1, 256)) / 255)
         image = grid.imshow(taus, cmap=map_, vmin=np.min(ends), vmax=np.max(ends), aspect="auto")

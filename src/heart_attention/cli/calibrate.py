@@ -60,7 +60,8 @@ def _register_calibrate(commands) -> None:
     titles = ("method", "generations that are measured", "where it runs")
     groups = {title: one.add_argument_group(title) for title in titles}
     for name, option in options().items():
-        flag, more = "--" + name.replace("_", "-"), {"metavar": option.metavar} if option.metavar else {}
+        flag = "--" + name.replace("_", "-")
+        more: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {}
         groups[option.group].add_argument(flag, choices=option.choices, help=option.help, **more)
     what = groups["generations that are measured"]
     what.add_argument("--prompts", metavar="FILE", help="calibration prompts, one a line (default: ten built in)")

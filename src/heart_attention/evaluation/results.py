@@ -135,7 +135,7 @@ def _is(value: Any, kind: type) -> bool:
         return isinstance(value, dict) and all(v is None or _is(v, float) for v in value.values())
     if kind is list:
         return isinstance(value, list) and all(_is(v, float) for v in value)
-    return isinstance(value, kind) and len(value) <= LONGEST
+    return isinstance(value, str) and kind is str and len(value) <= LONGEST
 
 
 def _short(value: Any) -> str:

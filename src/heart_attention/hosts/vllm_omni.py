@@ -179,6 +179,7 @@ class HeartImpl(AttentionImpl):
         def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return dense(*(x.transpose(1, 2) for x in (q, k, v)), metadata).transpose(1, 2)
 
+        assert step is not None  # `_reason_not` refuses a call without a step
         call = self._call(step, query.shape, metadata)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, N, D]
         return model.serving().attend(call, q, k, v, turned).transpose(1, 2)

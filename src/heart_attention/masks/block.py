@@ -55,7 +55,7 @@ class BlockMask(Mask):
     def __post_init__(self) -> None:
         if self.block_k is None:
             object.__setattr__(self, "block_k", self.block)  # always a number from here on
-        if min(self.block_q, self.block_k, self.n_q, self.n_k) < 1 or self.tail < 0:  # type: ignore[type-var]
+        if min(self.block_q, self.block_k or self.block, self.n_q, self.n_k) < 1 or self.tail < 0:
             raise HeartError(
                 f"a block mask of block {self._blocks_are()}, {self.n_q} × {self.n_k} tokens and tail "
                 f"{self.tail} cannot be: sizes are at least 1, the tail at least 0"

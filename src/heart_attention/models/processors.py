@@ -74,7 +74,8 @@ def reason_not(processor: Any) -> str | None:
 
 def intercept(processor: Any, layer: Layer) -> Any:
     """A processor that behaves as this one and hands its attention to the layer; it shares its attributes."""
-    cls = _intercepted_class(type(processor))
+    own: Any = type(processor)
+    cls: Any = _intercepted_class(own)
     new = object.__new__(cls)
     new.__dict__ = processor.__dict__  # whatever is set on one shows on the other
     new._heart_original = processor
@@ -118,8 +119,8 @@ def _copy(self: Any) -> Any:
 
 
 @functools.cache
-def _intercepted_class(cls: type) -> type:
-    call = cls.__call__
+def _intercepted_class(cls: Any) -> type:
+    call: Any = cls.__call__
     names = call.__code__.co_names
     space: dict[str, Any] = {
         "__slots__": ("_heart_layer", "_heart_original", "_heart_tag"),
@@ -196,7 +197,7 @@ def dispatch(
     odd = dropout_p or is_causal or scale is not None or enable_gqa or attention_kwargs
     if torch.compiler.is_compiling() and not odd:
         return torch.ops.heart.attend(query, key, value, attn_mask, backend.handle, backend.forward)
-    extra = None
+    extra: dict[str, Any] | None = None
     if odd:
         extra = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         extra["attention_kwargs"] = attention_kwargs

@@ -62,7 +62,7 @@ def attend_in_parallel(
     )
     q, k, v = (_to_heads(x, assignment, shares, rank, group) for x in (query, key, value))  # [B, h, N, D]
     if layer.info.kind == "joint" and not attachment.family.packed:
-        dense.mask = _padding(attachment.sequence[1], q)
+        dense.mask = _padding(attachment.sequence[1] or [], q)
     place = {
         "head_offset": assignment[rank][0] if costs is None else 0,
         "heads_total": query.shape[2],

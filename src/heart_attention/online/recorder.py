@@ -113,8 +113,8 @@ def record(
         device, dtype: where and how copies are kept.
         outputs: keep the attention's output too.
     """
-    limits = [("layer", layers), ("step", steps), ("branch", branches)]
-    limits = [(name, set(allowed)) for name, allowed in limits if allowed is not None]
+    given: dict[str, Collection[Any] | None] = {"layer": layers, "step": steps, "branch": branches}
+    limits = [(name, set(allowed)) for name, allowed in given.items() if allowed is not None]
 
     def wanted(call: CallContext) -> bool:
         return all(getattr(call, name) in allowed for name, allowed in limits)

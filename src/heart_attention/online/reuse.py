@@ -206,6 +206,7 @@ class TMR(Policy):
     def limit(self, layer: int) -> float:
         """The bound on the drift (absolute or relative) that holds in this layer."""
         limit = self.delta if self.relative is None else self.relative
+        assert limit is not None  # __post_init__ gives delta its default
         return limit[layer] if isinstance(limit, tuple) else limit
 
     def check(self, layers: int) -> None:

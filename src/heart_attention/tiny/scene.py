@@ -7,6 +7,7 @@ share one definition and importing it stays cheap.
 import itertools
 import random
 import re
+from typing import Any
 
 import numpy as np
 
@@ -171,7 +172,7 @@ def read_scene(frames: np.ndarray) -> dict:
     grounds = {name: _explained(pixels, colour) for name, colour in BACKGROUND_COLOURS.items()}  # each [T, H, W]
     background = max(grounds, key=lambda name: int(grounds[name].sum()))
     apart = ~grounds[background] & _painted(pixels)
-    seen = {"background": background, "colour": None, "motion": None, "path": None, "silhouette": None}
+    seen: dict[str, Any] = {"background": background, "colour": None, "motion": None, "path": None, "silhouette": None}
     seen["area"] = float(apart.mean())
     # Fewer pixels than a disc of 5 px radius, in the median frame, is no object.
     if np.median(apart.sum((1, 2))) < 80:

@@ -47,7 +47,7 @@ def _sizes(mask: np.ndarray, structure: np.ndarray | None = None) -> list[int]:
 def inside(masks: np.ndarray) -> np.ndarray:
     """Which frames [T] of masks [T, H, W] have an object that touches no edge."""
     edge = masks[:, 0].any(1) | masks[:, -1].any(1) | masks[:, :, 0].any(1) | masks[:, :, -1].any(1)
-    return ~edge & masks.any((1, 2))
+    return np.asarray(~edge & masks.any((1, 2)))
 
 
 def variation(masks: np.ndarray) -> float | None:

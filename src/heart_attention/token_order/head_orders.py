@@ -50,7 +50,7 @@ def orders_of(
     every = tuple(sorted(set(names)))
     if every == (RASTER,) or grid is None or block is None:
         return IN_RASTER
-    rows = [permutation(name, tuple(grid), n, text, block) for name in every]
+    rows = [permutation(name, grid, n, text, block) for name in every]
     whole = [row for row in rows if row is not None]
     if len(whole) < len(rows):
         return IN_RASTER
@@ -93,7 +93,7 @@ class HeadOrders:
         """The orders of these heads in a sequence of `n` tokens."""
         if self.order == RASTER or grid is None or self.block is None:
             return IN_RASTER
-        given = (tuple(grid), n, text, device)
+        given = (grid, n, text, device)
         if self._rows is None:
             return CallOrders(self._get((str(self.order),), *given))
         row = self._rows[transformer][layer]

@@ -235,7 +235,7 @@ class AttentionOutput:
         return attention_output(velocity, reference)
 
 
-_REGISTRY: dict[str, Callable[..., ErrorMeasure]] = {
+_REGISTRY: dict[str, Callable[..., Any]] = {
     "spectral": Spectral,
     "mse": VelocityMSE,
     "attention": AttentionOutput,

@@ -76,7 +76,8 @@ def weights_path(net: str) -> Path:
 def _arrays(data: bytes) -> list[np.ndarray]:
     """The fp32 arrays of a pickled tree, in file order, picked out of the op stream without running it."""
     ops = pickletools.genops(data)
-    return [np.frombuffer(v, "<f4").copy() for op, v, _ in ops if op.name in ("BINBYTES", "BINBYTES8") and len(v) > 1]
+    held = (value for op, value, _ in ops if op.name in ("BINBYTES", "BINBYTES8"))
+    return [np.frombuffer(value, "<f4").copy() for value in held if value is not None and len(value) > 1]
 
 
 def _convert(net: str, data: bytes) -> dict[str, torch.Tensor]:

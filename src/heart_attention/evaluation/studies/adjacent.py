@@ -50,8 +50,11 @@ class Table:
     @classmethod
     def from_dict(cls, data: dict) -> Table:
         """From what `to_dict` gave."""
-        by_backbone = {n: {k: np.asarray(v, float) for k, v in data[n].items()} for n in ("mask_iou", "density")}
-        return cls(**{name: np.asarray(data[name], float) for name in ARRAYS}, **by_backbone)
+        by_backbone: dict[str, Any] = {
+            n: {k: np.asarray(v, float) for k, v in data[n].items()} for n in ("mask_iou", "density")
+        }
+        arrays: dict[str, Any] = {name: np.asarray(data[name], float) for name in ARRAYS}
+        return cls(**arrays, **by_backbone)
 
 
 def minimal_set(weights: torch.Tensor, mass: float = MASS) -> torch.Tensor:
@@ -105,7 +108,8 @@ class _Collector:
         """The rows of a backbone's mask, bool [H, rows, video]; its memory goes on from step to step, as in inference."""
         backbone = common.fitted(self.configs[name], qkv[0].shape[2])
         state = self.states.setdefault((name, call.layer), backbone.new_state())
-        mask = predict(backbone, *qkv, self.threshold, state, key=(call.layer, str(call.branch), 0))
+        q, k, v = qkv
+        mask = predict(backbone, q, k, v, self.threshold, state, key=(call.layer, str(call.branch), 0))
         self._put(f"density {name}", call, mask.density()[0])
         return mask.rows(rows, torch.arange(qkv[1].shape[2]))[0]
 
@@ -144,8 +148,9 @@ def collect(
     def stacked(name: str) -> np.ndarray:
         return np.stack([part.array(name) for part in parts])
 
-    by_backbone = {n: {b: stacked(f"{n} {b}") for b in configs} for n in ("mask_iou", "density")}
-    return Table(**{name: stacked(name) for name in ARRAYS}, **by_backbone)
+    by_backbone: dict[str, Any] = {n: {b: stacked(f"{n} {b}") for b in configs} for n in ("mask_iou", "density")}
+    arrays: dict[str, Any] = {name: stacked(name) for name in ARRAYS}
+    return Table(**arrays, **by_backbone)
 
 
 def cached(pipe: Any, call: dict, prompts: list[str], folder: str | Path, name: str, seed: int = 0) -> Table:

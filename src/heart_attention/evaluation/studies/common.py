@@ -30,7 +30,7 @@ def draw_layer(layers: int, seed: int) -> int:
     return int(np.random.default_rng(seed).integers(layers))
 
 
-def spearman(x: Sequence[float], y: Sequence[float]) -> float:
+def spearman(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> float:
     """Rank correlation; 0 when one side does not vary."""
     from scipy import stats
 

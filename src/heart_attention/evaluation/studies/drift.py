@@ -48,7 +48,7 @@ def _paragraph(ours: dict, control: dict | None) -> str:
 
 def run(trained: Table, control: Table | None, out: Any, seed: int = 0) -> dict:
     """Numbers, figure and paragraph; without `control` for the trained model alone."""
-    ours, theirs = _summary(trained), control and _summary(control)
+    ours, theirs = _summary(trained), None if control is None else _summary(control)
 
     def draw(plt):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)

@@ -45,7 +45,7 @@ def _masks(means: dict[str, float]) -> str:
 
 def run(trained: Table, control: Table | None, out: Any, seed: int = 0) -> dict:
     """Numbers, figure and paragraph; the figure shows the heads of one layer, drawn by the seed."""
-    ours, theirs = _summary(trained), control and _summary(control)
+    ours, theirs = _summary(trained), None if control is None else _summary(control)
     layer = draw_layer(trained.token_iou.shape[2], seed)
 
     def draw(plt):

@@ -34,7 +34,7 @@ ROWS = (
 )
 
 
-def _study_rows(found: dict[str, dict]) -> list[tuple[str, str, str, str, str]]:
+def _study_rows(found: dict[str, dict]) -> list[tuple[str, ...]]:
     """(what, paper, ours, control, command) for each study that was run."""
     rows = []
     for study, what, paper, path, digits in ROWS:
@@ -46,8 +46,8 @@ def _study_rows(found: dict[str, dict]) -> list[tuple[str, str, str, str, str]]:
             rows.append((what.replace("*", backbone), paper, *values, f"heart study {study}"))
     if "frequency" in found:
         for band, paper in found["frequency"]["paper"].items():
-            sides = [_f(_at(found["frequency"].get(s), f"{band}/psnr"), 2) for s in ("trained", "control")]
-            rows.append((f"PSNR with noise in {band}, dB", f"{paper}", *sides, "heart study frequency"))
+            shown = [_f(_at(found["frequency"].get(s), f"{band}/psnr"), 2) for s in ("trained", "control")]
+            rows.append((f"PSNR with noise in {band}, dB", f"{paper}", *shown, "heart study frequency"))
     return rows
 
 
@@ -59,7 +59,7 @@ def _at(values: dict | None, path: str) -> float | None:
     return here
 
 
-def _table(rows: list[tuple[str, str, str, str, str]]) -> list[str]:
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
     head = ["| what | paper, Wan2.1-1.3B | embedded model | random weights | command |", "|---|---|---|---|---|"]
     return head + [f"| {a} | {b} | {c} | {d} | `{e}` |" for a, b, c, d, e in rows]
 

@@ -14,7 +14,7 @@ from .base import Family, Grid
 class CogVideoX(Family):
     """Latents come as [B, frames, channels, height, width]."""
 
-    classes = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
+    classes: tuple[str, ...] = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
     kind = "joint"
     layers = (r"transformer_blocks\.\d+\.attn1",)
 

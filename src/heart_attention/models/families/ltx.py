@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,8 @@ class LTX(Family):
 
     def grid(self, config: Any, given: Mapping[str, Any]) -> Grid | None:
         """Frames, rows, columns, if they make up the whole sequence."""
-        grid = (given.get("num_frames"), given.get("height"), given.get("width"))
-        if None in grid or math.prod(grid) != given["hidden_states"].shape[1]:
+        frames, rows, columns = (given.get(name) for name in ("num_frames", "height", "width"))
+        if frames is None or rows is None or columns is None:
             return None
-        return grid
+        whole = frames * rows * columns == given["hidden_states"].shape[1]
+        return (frames, rows, columns) if whole else None
