@@ -1,9 +1,9 @@
 """Radial attention: a window in space that halves each time the distance in frames doubles.
 
-Static, from the paper's definition of its mask (there is no golden data to compare with; the original's licence is
-MIT). Tokens k, l of frames i, j with d = |i − j| see each other iff |k − l| + 1 ≤ s / 2^⌊log2 d⌋, where s is a frame's
-tokens; where that window is narrower than one token, iff k = l and d is a multiple of the window's inverse. All tokens
-see the first frame. A block is computed if any of its token pairs is seen.
+Static, from the paper's definition of its mask: its code was not read, its licence not checked, and there is no golden
+data to compare with. Tokens k, l of frames i, j with d = |i − j| see each other iff |k − l| + 1 ≤ s / 2^⌊log2 d⌋, where
+s is a frame's tokens; where that window is narrower than one token, iff k = l and d is a multiple of the window's
+inverse. All tokens see the first frame. A block is computed if any of its token pairs is seen.
 """
 
 from __future__ import annotations
