@@ -53,9 +53,9 @@ class BlockMask(Mask):
         return self.block
 
     def __post_init__(self) -> None:
-        if self.block_k is None:
-            object.__setattr__(self, "block_k", self.block)  # always a number from here on
-        if min(self.block_q, self.block_k or self.block, self.n_q, self.n_k) < 1 or self.tail < 0:
+        block_k = self.block if self.block_k is None else self.block_k
+        object.__setattr__(self, "block_k", block_k)  # always a number from here on
+        if min(self.block_q, block_k, self.n_q, self.n_k) < 1 or self.tail < 0:
             raise HeartError(
                 f"a block mask of block {self._blocks_are()}, {self.n_q} × {self.n_k} tokens and tail "
                 f"{self.tail} cannot be: sizes are at least 1, the tail at least 0"
