@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from tools.train_tiny import data, density, grow, model, plan, train, words
+from tools.train_tiny import data, density, export, grow, model, plan, train, words
 from tools.train_tiny.muon import orthogonalise
 
 from heart_attention import tiny
@@ -157,6 +157,19 @@ def test_focus_counts_what_is_near_the_object_more():
     plain = loss(0.0, clips.near)
     assert loss(5.0, torch.zeros_like(clips.near)) == pytest.approx(plain)
     assert plain < loss(5.0, clips.near) < loss(5.0, torch.ones_like(clips.near))
+
+
+def test_training_goes_on_from_a_thin_checkpoint(tmp_path):
+    trainer = train.Trainer(plan.SMOKE_PLAN)
+    trainer.train_step()
+    train.save(trainer, tmp_path)
+    thin = export.thin(tmp_path, tmp_path / "thin") / "checkpoint.pt"
+    assert thin.stat().st_size < 0.3 * (tmp_path / "checkpoint.pt").stat().st_size
+    again = train.Trainer(plan.SMOKE_PLAN)
+    again.restore(torch.load(thin, weights_only=True))
+    assert again.step == 1 and all(torch.allclose(again.ema[n], w, rtol=1e-2) for n, w in trainer.ema.items())
+    again.train_step()
+    assert all(w.dtype == torch.float32 for w in again.ema.values())
 
 
 def test_restore_refuses_another_seed():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from . import model
+from . import grow, model
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "heart_attention" / "tiny"
 
@@ -50,13 +50,26 @@ def export(run: Path, out: Path) -> Path:
     return out
 
 
+def thin(run: Path, out: Path) -> Path:
+    """Write what training can go on from in a fifth of the bytes: averaged weights in bfloat16, no optimisers."""
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    weights = {n: w.bfloat16() for n, w in state["ema"].items()}
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(grow.state(weights, state["step"], state["seed"]), out / "checkpoint.pt")
+    return out
+
+
 def main(argv: list[str] | None = None) -> None:
-    """``python -m tools.train_tiny.export --run runs/tiny``"""
+    """``python -m tools.train_tiny.export --run runs/tiny [--thin runs/handed-on]``"""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/tiny"))
     parser.add_argument("--out", type=Path, default=PACKAGE / "weights")
+    parser.add_argument("--thin", type=Path, help="write a small checkpoint into this folder instead")
     args = parser.parse_args(argv)
-    export(args.run, args.out)
+    if args.thin:
+        thin(args.run, args.thin)
+    else:
+        export(args.run, args.out)
 
 
 if __name__ == "__main__":

@@ -195,8 +195,8 @@ class Trainer:
         self.step = state["step"]
         for name, p in self.named:
             p.copy_(state["weights"][name])
-        self.ema = {n: state["ema"][n].clone() for n, _ in self.named}
-        if state["optimisers"] is None:  # weights from elsewhere, see grow.py
+        self.ema = {n: state["ema"][n].to(p.dtype, copy=True) for n, p in self.named}
+        if state["optimisers"] is None:  # weights alone, see grow.py and export.thin
             return
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
