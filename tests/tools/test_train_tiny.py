@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from tools.train_tiny import data, density, export, grow, model, plan, train, words
+from tools.train_tiny import costs, data, density, export, grow, model, plan, train, words
 from tools.train_tiny.muon import orthogonalise
 
 from heart_attention import tiny
@@ -248,6 +248,12 @@ def test_density_against_a_plain_loop():
             kept += len(chosen)
         expected.append(kept / 16)
     assert density.density(density.block_mass(q, k))[0].tolist() == pytest.approx(expected)
+
+
+def test_a_shape_called_by_another_name_costs_loss():
+    rise = costs.wrong_shape_costs(tiny.load(), clips=8, frames=2, side=64)["rise"]["0.7"]
+    assert set(rise) <= {f"{a} as {b}" for a in scene.SHAPES for b in scene.SHAPES if a != b}
+    assert rise["circle as triangle"] > 0.05
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def _ground(combos: list[scene.Combo], frames: int, size: tuple[int, int], step,
     return ground.clamp(0, 255)
 
 
-def _draw(
+def draw(
     combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World, alike: int = 1
 ):
     """Clips [B, 3, T, H, W] in -1..1, and the discs around their shapes [B, 1, T, H, W].
@@ -175,7 +175,7 @@ def render(
     combos: list[scene.Combo], frames: int, size: tuple[int, int], rng: torch.Generator, world: World = LIT
 ) -> torch.Tensor:
     """Clips [B, 3, T, H, W] in -1..1 for the given combinations; size is (height, width)."""
-    return _draw(combos, frames, size, rng, world)[0]
+    return draw(combos, frames, size, rng, world)[0]
 
 
 def _pick(rng: torch.Generator, n: int) -> int:
@@ -199,7 +199,7 @@ def batch(
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = _choose(size, alike, rng)
     captions = [scene.caption(c, _pick(rng, len(scene.TEMPLATES)), _pick(rng, len(scene.VERBS))) for c in chosen]
-    video, near = _draw(chosen, frames, pixels, rng, world, alike)
+    video, near = draw(chosen, frames, pixels, rng, world, alike)
     return Batch(video, captions, chosen, near, alike)
 
 

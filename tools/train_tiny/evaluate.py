@@ -7,6 +7,7 @@
     python -m tools.train_tiny.evaluate density  --prompts 8             # trained and random weights
     python -m tools.train_tiny.evaluate timing                           # one dense generation, by part
     python -m tools.train_tiny.evaluate words                            # what a wrong word costs in loss
+    python -m tools.train_tiny.evaluate shapes                           # what a wrong shape costs near the object
 
 Each part adds its rows to figures.json beside the weights, with the command's settings.
 """
@@ -21,9 +22,9 @@ import torch
 from PIL import Image, ImageDraw
 
 from heart_attention import tiny
-from heart_attention.tiny.scene import BACKGROUND_COLOURS, MOTIONS, OBJECT_COLOURS, SHAPES, Combo, caption, splits
+from heart_attention.tiny.scene import SHAPES, caption, splits
 
-from . import data, model
+from .costs import wrong_shape_costs, wrong_word_costs
 from .density import DensityMeter, watch_attention
 from .export import PACKAGE, load_run
 
@@ -152,39 +153,6 @@ def measure_time(pipe, call: dict) -> dict:
     }
 
 
-def wrong_word_costs(pipe, clips: int = 32, frames: int = 6, side: int = 80) -> dict:
-    """By how much the loss rises when one word of each caption is exchanged, by kind of word and noise level."""
-    batch = data.batch(123, 5, clips, frames, (side, side))
-    x = model.encode(batch.video, model.fit_codec())
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
-    kinds = {"colour": OBJECT_COLOURS, "shape": SHAPES, "motion": MOTIONS, "background": BACKGROUND_COLOURS}
-    rows = {}
-    for sigma in (0.95, 0.9, 0.8, 0.6):
-        right = _loss(pipe, x, noise, sigma, batch.combos)
-        rows[str(sigma)] = {
-            kind: round(
-                _loss(pipe, x, noise, sigma, [_exchange(c, i, list(words)) for c in batch.combos]) / right - 1, 4
-            )
-            for i, (kind, words) in enumerate(kinds.items())
-        }
-    return {"clips": clips, "tokens": [frames, side // 8, side // 8], "rise": rows}
-
-
-def _exchange(combo: Combo, place: int, words: list[str]) -> Combo:
-    """The combination with the word at a place exchanged for the next of its kind."""
-    other = words[(words.index(combo[place]) + 1) % len(words)]
-    return (*combo[:place], other, *combo[place + 1 :])
-
-
-@torch.no_grad()
-def _loss(pipe, x: torch.Tensor, noise: torch.Tensor, sigma: float, combos: list[Combo]) -> float:
-    captions = [caption(c) for c in combos]
-    text, _ = pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=64)
-    time_step = torch.full((len(x),), 1000 * sigma)
-    velocity = pipe.transformer((1 - sigma) * x + sigma * noise, time_step, text, return_dict=False)[0]
-    return float((velocity - (noise - x)).square().mean())
-
-
 def record(name: str, row: dict, path: Path = FIGURES) -> None:
     """Put a row into figures.json."""
     figures = json.loads(path.read_text()) if path.exists() else {}
@@ -235,8 +203,14 @@ def run_words(pipe, args, call: dict) -> None:
     record("wrong_words", wrong_word_costs(pipe), args.figures)
 
 
+def run_shapes(pipe, args, call: dict) -> None:
+    """What a wrong shape costs near the object."""
+    record("wrong_shapes", wrong_shape_costs(pipe), args.figures)
+
+
 PARTS = {
     "check": run_check, "controls": run_controls, "density": run_density, "timing": run_timing, "words": run_words,
+    "shapes": run_shapes,
 }  # fmt: skip
 
 
