@@ -356,4 +356,4 @@ def test_plans_list_what_is_approximated():
     with pytest.raises(HeartError, match="rest is 'only': give one of drop, mean"):
         kernels.make_plan(mask, rest="only")
     with pytest.raises(HeartError, match="rest is 'keep'"):
-        kernels.plan("eager", mask, "keep")
+        kernels.make_plan(mask, rest="keep")
