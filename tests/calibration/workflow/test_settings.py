@@ -97,3 +97,12 @@ def test_the_command_line_reads_options_without_torch():
     code = "import sys; import heart_attention.calibration.workflow.settings; print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "name, rest, shared", [("xattention", "drop", 0.9), ("ear", "mean", 0.9), ("pisa", "mean", 0.15)]
+)
+def test_a_backbone_brings_its_rest_and_its_threshold(name, rest, shared):
+    made = Settings(backbones.by_name(name), ("a",), CALL)
+    assert (made.rest, made.shared) == (rest, shared)
+    assert {point.rest for point in made.candidate_points} == {rest}

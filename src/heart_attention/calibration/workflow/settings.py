@@ -76,7 +76,8 @@ class Settings:
         call: what the pipeline is called with: height, width, num_frames, num_inference_steps, guidance_scale ...
         method: "joint", "isolated" or "probes".
         candidates: thresholds to choose from; None: the paper's three for probes, the backbone's own for the others.
-        rest: what becomes of what masks leave out: "drop" or "mean".
+        rest: what becomes of what masks leave out: "drop", "mean", or PISA's "first-order", which has no gradients. None:
+            "mean" for backbones whose original approximates it.
         points: operating points to choose from, in place of backbone, candidates, rest and order.
         phases: how many intervals of steps have points of their own.
         budget: what the assignment keeps to: "shared=τ", "sparsity=S", "threshold=τ", or "time=T" (of a whole
@@ -107,8 +108,14 @@ class Settings:
         default=None,
         metadata=_about(Option("thresholds to choose from (default: by the method)", numbers, metavar="τ,τ,…")),
     )
-    rest: str = field(
-        default="drop", metadata=_about(Option("what becomes of what masks leave out", choices=("drop", "mean")))
+    rest: str | None = field(
+        default=None,
+        metadata=_about(
+            Option(
+                "what becomes of what masks leave out (default: by the backbone)",
+                choices=("drop", "mean", "first-order"),
+            )
+        ),
     )
     points: Any = field(
         default=None,
@@ -205,7 +212,9 @@ class Settings:
         if not self.prompts:
             raise HeartError("there are no prompts to calibrate on: give at least one")
         probes = self.method == "probes"
-        self._put("budget", Budget.parse("shared=0.9" if self.budget is None else self.budget))
+        usual = f"shared={self.backbone.default_threshold!r}"
+        self._put("budget", Budget.parse(usual if self.budget is None else self.budget))
+        self._put("rest", self.rest or ("drop" if self.backbone.default_rest == "drop" else "mean"))
         self._put("shared", self._shared())
         self._put("order", token_order.read(self.order))
         self._put("candidates", self._candidates())
@@ -232,7 +241,8 @@ class Settings:
                 raise HeartError(f"{name} is {str(value)[:40]}: it must be a whole number, {option.least:g} or more")
 
     def _shared(self) -> float:
-        shared = self.budget.value if self.budget.kind == "shared" else 0.9 if self.shared is None else self.shared
+        usual = self.backbone.default_threshold if self.shared is None else self.shared
+        shared = self.budget.value if self.budget.kind == "shared" else usual
         if not 0 < shared <= 1:
             raise HeartError(f"the shared threshold lies in 0 … 1, not {shared}")
         return float(shared)
@@ -260,7 +270,7 @@ class Settings:
         if self.points is not None:
             return self.points
         order = self.order if isinstance(self.order, str) else "raster"
-        return points_of(self.backbone, self.candidates or (), self.rest, order)
+        return points_of(self.backbone, self.candidates or (), self.rest or "drop", order)
 
     @property
     def reference(self) -> int:
