@@ -127,7 +127,7 @@ def render(facts: dict[str, Any]) -> str:
         "kernels, in the order in which they are asked:",
     ]
     for name, state in facts["kernels"].items():
-        lines.append(f"  {name:<12}{'serves' if state['serves'] else 'no: ' + '; '.join(state['reasons'])}")
+        lines.append(f"  {name:<18}{'serves' if state['serves'] else 'no: ' + '; '.join(state['reasons'])}")
     lines += ["", "other operations, by the first that serves:"]
     for name, ways in facts["operations"].items():
         told = [way if not why else f"{way} no: {'; '.join(why)}" for way, why in ways.items()]
