@@ -167,3 +167,14 @@ def test_no_timestep_at_all():
     clock = Clock()
     assert clock.tick(None).timestep is None
     assert clock.tick(400.0).timestep == 400.0
+
+
+def test_noise_levels_come_from_the_scheduler_and_fall():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(5)
+    clock = Clock(lambda: scheduler)
+    levels = [clock.noise_level(step) for step in range(5)]
+    assert levels == [float(t) / 1000 for t in scheduler.timesteps.double()] and levels == sorted(levels, reverse=True)
+    assert clock.noise_level(5) is None and Clock().noise_level(0) is None
+    rising = Clock(lambda: scheduler, rising=True)
+    assert rising.noise_level(0) == 1 - levels[0]

@@ -143,6 +143,7 @@ class Attachment:
             step=moment.step,
             branch=moment.branch,
             generation=moment.generation,
+            sigma=self.clock.noise_level(moment.step),
             grid=grid,
             text=self._text(inputs),
         )
