@@ -78,3 +78,23 @@ def test_candidates_from_one_prediction(name):
     more = {"grid": GRID} if backbone.reads_grid else {}
     masks, full = backbone.predict_many(q, k, (0.3, 0.8), key=(0, "cond", 0), v=v, **more)
     assert full.density().eq(1).all() and (masks[0].density() <= masks[1].density() + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("pisa", {"bias": "no"}),
+        ("sparge", {"sink": 1}),
+        ("sparge", {"similarity": ["x"]}),
+        ("radial", {"sink": None}),
+        ("band", {"frame_rows": "4"}),
+        ("svg", {"reach": -1}),
+        ("lite", {"must": "abc"}),
+        ("lite", {"must": [[0, "4"]]}),
+        ("lite", {"threshold": "low"}),
+        ("exact", {"block": 0}),
+    ],
+)
+def test_wrong_settings_from_a_file_are_one_sentence(name, settings):
+    with pytest.raises(heart.HeartError, match=next(iter(settings))):
+        backbones.from_dict({"name": name, **settings})

@@ -337,6 +337,13 @@ def check_positive(owner: str, **values: Any) -> None:
             raise HeartError(f"{owner} got {name}={shown(value)}: give an integer of at least 1, below 2^31")
 
 
+def check_flag(owner: str, **values: Any) -> None:
+    """Raise unless each value is True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise HeartError(f"{owner} got {name}={str(value)[:40]!r}: give True or False")
+
+
 def check_share(owner: str, **values: Any) -> None:
     """Raise unless each value is a number from 0 to 1."""
     for name, value in values.items():
@@ -399,6 +406,7 @@ __all__ = [
     "State",
     "Thresholds",
     "adapt",
+    "check_flag",
     "check_positive",
     "check_qk",
     "check_seed",

@@ -74,12 +74,14 @@ class Lite(Backbone):
     def __post_init__(self) -> None:
         given = {"tile_q": self.tile_q, "tile_k": self.tile_k}
         check_positive("Lite", **{name: value for name, value in given.items() if value is not None})
-        if self.threshold is not None and not -math.inf < self.threshold < 0:
-            raise HeartError(f"Lite got threshold={self.threshold!r}: give a number below 0 in units of log2, or None")
-        ranges = tuple((int(start), int(end)) for start, end in self.must)
-        if any(not 0 <= start < end for start, end in ranges):
-            raise HeartError(f"Lite got must={self.must!r}: give ranges (start, end) of tokens")
-        object.__setattr__(self, "must", ranges)
+        number = isinstance(self.threshold, int | float) and -math.inf < self.threshold < 0
+        if self.threshold is not None and not number:
+            raise HeartError(
+                f"Lite got threshold={str(self.threshold)[:40]}: give a number below 0 in units of log2, or None"
+            )
+        if not isinstance(self.must, list | tuple) or not all(map(_is_range, self.must)):
+            raise HeartError(f"Lite got must={str(self.must)[:60]}: give ranges (start, end) of tokens")
+        object.__setattr__(self, "must", tuple((start, end) for start, end in self.must))
 
     def tile(self, dim: int) -> tuple[int, int]:
         """Tokens of a tile of queries and of keys at this head size."""
@@ -198,6 +200,13 @@ class Lite(Backbone):
             kept[tokens.text.index("prompt", tokens.n_k)] = True
         kept = kept if tokens.order is None else kept[tokens.order.cpu()]
         return torch.nn.functional.pad(kept, (0, count * tile - len(kept))).view(count, tile).any(-1).to(tokens.device)
+
+
+def _is_range(value: Any) -> bool:
+    """Whether this is (start, end) with 0 ≤ start < end."""
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(x) is int for x in value):
+        return False
+    return 0 <= value[0] < value[1]
 
 
 def _place(key: Key | None, b: int, head: int) -> Place:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from .base import Shape, check_positive, tokens
+from .base import Shape, check_flag, check_positive, tokens
 from .blocks import BlockBackbone, Covered, block_means, in_blocks, largest
 
 TINY = 1e-5  # the original's guard of its logarithm
@@ -41,6 +41,7 @@ class PISA(BlockBackbone):
     candidates: ClassVar[tuple[float, ...]] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 
     def __post_init__(self) -> None:
+        check_flag("PISA", bias=self.bias)
         check_positive("PISA", block=self.block)
 
     @property

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import check_positive
+from .base import check_flag, check_positive
 from .blocks import Covered
 from .static import StaticBackbone
 
@@ -36,6 +36,7 @@ class Radial(StaticBackbone):
     candidates: ClassVar[tuple[float, ...]] = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 
     def __post_init__(self) -> None:
+        check_flag("Radial", sink=self.sink)
         check_positive("Radial", block=self.block)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import HeartError
 from ..kernels import eager
 from ..masks import BlockMask
-from .base import Shape, check_positive, tokens
+from .base import Shape, check_flag, check_positive, tokens
 from .blocks import BlockBackbone, Covered, block_means, in_blocks, largest
 
 
@@ -55,6 +55,7 @@ class Sparge(BlockBackbone):
     candidates: ClassVar[tuple[float, ...]] = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 
     def __post_init__(self) -> None:
+        check_flag("Sparge", sink=self.sink, smooth=self.smooth)
         check_positive("Sparge", block_q=self.block_q, block_k=self.block_k)
         given: Any = self.similarity
         values = list(given) if isinstance(given, list | tuple) else [given]
