@@ -13,6 +13,7 @@ import numpy as np
 
 from ..files import write_atomic, write_json
 from . import timing
+from .statistics import student_t
 
 JUDGES = ("vbench", "visionreward")
 
@@ -61,14 +62,12 @@ def columns(conventions: dict[str, str]) -> list[Column]:
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half-width of its 95 % confidence interval (Student's t); half-width 0 for a single value."""
-    from scipy import stats
-
     array = np.asarray([v for v in values if v is not None and math.isfinite(v)], float)
     if array.size == 0:
         return math.nan, 0.0
     if array.size == 1:
         return float(array[0]), 0.0
-    return float(array.mean()), float(stats.t.ppf(0.975, array.size - 1) * array.std(ddof=1) / math.sqrt(array.size))
+    return float(array.mean()), float(student_t(array.size - 1) * array.std(ddof=1) / math.sqrt(array.size))
 
 
 def speedup(rows: Sequence[dict], base: Sequence[dict], key: str) -> tuple[float, float, float]:

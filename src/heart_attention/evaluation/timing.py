@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from .statistics import student_t
+
 SPREAD = 0.25  # of equal dense steps, (90th − 10th percentile) / median: above it times are not to be trusted
 WAITED = 0.10  # share of the time that our threads wanted a core and had none: likewise
 
@@ -176,15 +178,13 @@ def spread(steps: Sequence[float]) -> float | None:
 
 def step_interval(reference: Sequence[float], steps: Sequence[float]) -> float:
     """Half-width of a 95 % interval of log(Σ reference / Σ steps) for steps taken in turns: a jackknife over steps."""
-    from scipy import stats
-
     n = len(steps)
     if n < 4 or len(reference) != n or min(*steps, *reference) <= 0:
         return 0.0
     top, bottom = np.asarray(reference, float), np.asarray(steps, float)
     without = np.log((top.sum() - top) / (bottom.sum() - bottom))
     deviation = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
-    return float(stats.t.ppf(0.975, n - 1) * deviation)
+    return student_t(n - 1) * deviation
 
 
 def verdict(rows: Sequence[dict]) -> str:

@@ -16,7 +16,10 @@ from .assignment import Problem, lagrangian, rounding, start
 
 def by_cbc(problem: Problem, attempts: int = 5, seconds: int = 300) -> tuple[np.ndarray, float, bool]:
     """The ILP by CBC: costs scaled, the status checked, the choice verified and bounded by our own dual."""
-    import pulp
+    try:
+        import pulp
+    except ImportError:
+        raise HeartError("the cross-check by CBC needs PuLP: pip install 'heart-attention[cbc]'") from None
 
     first, price = start(problem)
     upper = problem.total_cost(first)

@@ -30,15 +30,6 @@ def draw_layer(layers: int, seed: int) -> int:
     return int(np.random.default_rng(seed).integers(layers))
 
 
-def spearman(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> float:
-    """Rank correlation; 0 when one side does not vary."""
-    from scipy import stats
-
-    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return 0.0
-    return float(stats.spearmanr(x, y).statistic)
-
-
 def save(out: str | Path, name: str, numbers: dict, paragraph: str, draw: Callable[[Any], Any] | None = None) -> dict:
     """Write `<name>.json`, `<name>.md` and, if matplotlib is there, `<name>.svg` and `.png`; returns the finding."""
     out = Path(out)

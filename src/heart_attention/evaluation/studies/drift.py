@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..statistics import spearman
 from .adjacent import Table
-from .common import save, spearman
+from .common import save
 
 PAPER = {"full": -0.7914, "mean": -0.7568}
 

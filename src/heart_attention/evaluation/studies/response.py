@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..statistics import spearman
 from . import common
 
 TAUS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
@@ -46,7 +47,7 @@ def _summary(found: dict) -> dict:
         "error_ratio_max_to_median": float(positive.max() / np.median(positive)) if positive.size else 0.0,
         "sparsity_min": float(sparsity.min()),
         "sparsity_max": float(sparsity.max()),
-        "rank_agreement_local_velocity": common.spearman(local, error),
+        "rank_agreement_local_velocity": spearman(local, error),
         **{k: np.round(v, 12).tolist() for k, v in found.items()},
     }
 
