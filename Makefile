@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test test-all lint bench reproduce gpu-evidence docs tiny clean
+.PHONY: demo test test-all compat lint bench reproduce gpu-evidence docs tiny clean
 
 # torch comes first and alone: with it in place nothing later asks for another build of it.
 $(STAMP): pyproject.toml constraints.txt
@@ -22,6 +22,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest tests -n auto --dist loadfile
+
+# Python 3.11 to 3.14 as far as they are installed, each with the oldest and the newest torch and diffusers that we promise.
+compat:
+	sh tools/compat.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

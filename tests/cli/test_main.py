@@ -1,6 +1,7 @@
 """The command line: every command is there, errors are one sentence, exit codes are right."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,15 @@ def test_a_reader_that_goes_away_is_no_error():
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 0
+
+
+@pytest.mark.parametrize("spin, found", [("5000", "5000"), ("", None), ("much", None), ("-1", None)])
+def test_spin_reaches_libgomp_before_torch_is_loaded(spin, found):
+    """libgomp reads GOMP_SPINCOUNT once, when torch loads it."""
+    code = (
+        "import os, sys\nfrom heart_attention.cli import main\n"
+        "assert 'torch' not in sys.modules\nmain._set_spin()\nprint(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | {"HEART_SPIN": spin}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == str(found), done.stderr

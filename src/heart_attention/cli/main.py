@@ -45,8 +45,16 @@ def _load_plugins(argv: list[str] | None) -> None:
     plugins.load(early.parse_known_args(argv)[0].plugin)
 
 
+def _set_spin() -> None:
+    """Hand `$HEART_SPIN` to libgomp, which reads it once, when torch loads it: how long idle threads spin for work."""
+    spin = os.environ.get("HEART_SPIN", "")
+    if spin.isascii() and spin.isdigit():
+        os.environ.setdefault("GOMP_SPINCOUNT", spin)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; 0 done, 1 failed, 2 wrong usage."""
+    _set_spin()
     try:
         _load_plugins(argv)
     except HeartError as error:
