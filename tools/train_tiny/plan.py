@@ -62,7 +62,7 @@ PLAN = (
     Phase(14150, (2.5e-3, 2.5e-3), GROWN_MIX, data.LIT, ALL_NOISE),
     Phase(14750, (2.5e-3, 1e-4), LAST_MIX, data.LIT, ALL_NOISE),
 )
-# From the packaged weights, deepened (grow.py): larger shapes on a calmer ground, at and near the native size.
+# From the packaged weights, deepened (grow.py): larger shapes on a calmer ground, at and near the native size. Under way.
 HALF, BRIEF, PAIR = (1, 8, 16, 16), (4, 4, 12, 12), (8, 2, 12, 12)
 NATIVE_MIX = ((0.3, WIDE), (0.3, MIDDLE), (0.2, HALF), (0.2, NATIVE))
 BROAD_MIX = ((0.35, BRIEF), (0.25, WIDE), (0.2, MIDDLE), (0.12, HALF), (0.08, NATIVE))
@@ -76,14 +76,15 @@ DEEP_PLAN = (
     Phase(14900, (1.5e-3, 1.5e-3), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
     Phase(15100, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
     # Circle, square and ring had one embedding between them.
-    Phase(15110, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, SHAPE_LESSON, focus=5.0),
+    Phase(15146, (1.5e-3, 1.5e-3), BROAD_MIX, data.CALM, MIDDLE_NOISE, SHAPE_LESSON, focus=5.0),
     Phase(15640, (2.5e-3, 2.5e-3), MANY_MIX, data.CALM, MIDDLE_NOISE, focus=10.0),
     # What tells the shapes apart is what is left when all else is the same.
-    Phase(16200, (2.5e-3, 2.5e-3), ALIKE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0, alike=True),
-    Phase(16600, (2.5e-3, 2e-4), LATE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0, alike=True),
+    Phase(20000, (2.5e-3, 2.5e-3), ALIKE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0, alike=True),  # run to 16,182
+    Phase(23000, (2.5e-3, 1e-3), LATE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0, alike=True),
+    Phase(25000, (1e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
 )
 PLANS = {"shipped": (PLAN, 6), "deep": (DEEP_PLAN, 9)}  # with the number of layers
-# HunyuanVideo's from scratch, in the world that the other model ended in; not run to its end yet.
+# HunyuanVideo's from scratch, in the world that the other model ended in; not run yet.
 HUNYUAN_PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, BRIEF),), data.CALM, ALL_NOISE),
     Phase(6000, (3e-3, 2.5e-3), ((0.6, BRIEF), (0.2, WIDE), (0.2, MIDDLE)), data.CALM, ALL_NOISE, focus=2.0),
