@@ -25,7 +25,7 @@ def test_check_reads_rendered_clips():
     frames = (clips.video.permute(0, 2, 3, 4, 1) * 0.5 + 0.5).numpy()
     found = [tiny.check(f, c) for f, c in zip(frames, clips.captions, strict=True)]
     for key in ("background", "colour", "motion"):
-        assert np.mean([f[key] for f in found]) >= 0.95
+        assert np.mean([f[key] for f in found]) >= 0.97
 
 
 def test_check_reads_every_colour_on_every_ground():
