@@ -30,7 +30,7 @@ def told_by(script: str, *arguments: str) -> dict:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("seed", [11, 12, 13])
 def test_killed_calibrations_end_in_the_same_bytes(tmp_path, method, seed):
     told = told_by("killed_runs.py", str(tmp_path), method, str(seed))
     assert told["equal"] and told["kills"] >= 3, told
