@@ -12,6 +12,7 @@ from models_in_parallel import calibration, config, generate, model, parallel
 import heart_attention as heart
 from heart_attention import HeartError
 from heart_attention.masks import Text
+from heart_attention.models import family_of
 from heart_attention.models.attachment import attach, attachment_of
 from heart_attention.models.ulysses import _shares
 
@@ -55,7 +56,8 @@ def other_run(name, handler, **degrees):
     attach(transformer := case.build(num_attention_heads=4, **wider), handler)
     if degrees:
         parallel(transformer, joint_text_plan() if name.startswith("hunyuan") else None, **degrees)
-    given = [case.inputs(900.0 - step, batch=2, seed=step // 2) for step in range(4)]
+    onward = 1 if family_of(transformer).rising else -1  # the way its timestep goes while it denoises
+    given = [case.inputs(900.0 + onward * step, batch=2, seed=step // 2) for step in range(4)]
     if name == "ltx":  # diffusers 0.42 itself fails on its text mask under context parallelism
         given = [{**x, "encoder_attention_mask": None} for x in given]
     return torch.stack([tiny.run(transformer, x) for x in given])
