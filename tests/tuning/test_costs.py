@@ -4,7 +4,11 @@ import torch
 
 from heart_attention import kernels
 from heart_attention.backbones import SVG2
+from heart_attention.cli import main
+from heart_attention.config import HeartConfig
+from heart_attention.online import cost_model
 from heart_attention.online.cost_model import PARTS, CostTable
+from heart_attention.online.engine import Engine
 from heart_attention.tuning import costs
 
 
@@ -14,6 +18,29 @@ def test_a_measured_table_can_be_kept_and_read(monkeypatch):
     assert table.kind == "cpu-portable" and set(table.entries) == {"xattention", "svg2", "block", "cluster"}
     assert CostTable.from_dict(table.to_dict()) == table
     assert all(getattr(table.entries["svg2"][16], part).rate >= 0 for part in PARTS)
+
+
+def test_the_command_writes_a_table_that_a_config_takes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(costs, "SIZES", {"cpu": (64, 128)})
+    path = str(tmp_path / "costs.json")
+    words = [
+        "tune-costs",
+        "--out",
+        path,
+        "--head-sizes",
+        "16",
+        "--rounds",
+        "1",
+        "--kernel",
+        "gather",
+        "--device",
+        "cpu",
+    ]
+    assert main.main(words) == 0
+    table = cost_model.load(path)
+    assert table.digest in capsys.readouterr().out
+    assert Engine(HeartConfig(cost_table=path), 1, 2).costs == table
+    assert main.main([*words, "--rounds", "0"]) == 1
 
 
 def test_svg2_is_measured_with_its_usual_share_of_clusters(monkeypatch):

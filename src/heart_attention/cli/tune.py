@@ -1,4 +1,4 @@
-"""`heart tune-delta`: the reuse threshold δ for a model; `heart tune-order`: a token order for every head."""
+"""`heart tune-delta`: the reuse threshold δ; `tune-order`: a token order for every head; `tune-costs`: a table of costs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 from ..errors import HeartError
-from .arguments import add_backbone, add_command, add_device, add_json, add_model, add_size, check_generation
+from .arguments import add_backbone, add_command, add_device, add_json, add_model, add_size, check_generation, numbers
 
 
 def register(commands) -> None:
-    """Add both commands."""
+    """Add the three commands."""
     p = add_command(commands, "tune-delta", "choose δ of temporal mask reuse from one dense generation", run)
     add_model(p)
     add_backbone(p)
@@ -21,6 +21,7 @@ def register(commands) -> None:
     p.add_argument("--prompt", help="default: the embedded model's first demo prompt, or 'a video'")
     _add_generation(p)
     _register_order(commands)
+    _register_costs(commands)
 
 
 def _add_generation(p: Any) -> None:
@@ -45,6 +46,39 @@ def _register_order(commands) -> None:
     )
     p.add_argument("--looks", type=int, default=3, help="sparse steps of a generation to look at (default 3)")
     _add_generation(p)
+
+
+def _register_costs(commands) -> None:
+    p = add_command(commands, "tune-costs", "measure on this machine what decides dense or sparse", run_costs)
+    p.add_argument(
+        "--out", required=True, metavar="COSTS.json", help="the table; use it by HeartConfig(cost_table=...)"
+    )
+    p.add_argument("--backbones", default="", help="further backbones to measure by name, divided by commas")
+    p.add_argument("--head-sizes", default="32,64,128", help="head sizes to measure (default 32,64,128)")
+    p.add_argument("--rounds", type=int, default=9, help="interleaved rounds of which the best counts (default 9)")
+    p.add_argument("--kernel", default="auto", help="the kernel to measure (default: the one that serves here)")
+    add_device(p)
+    add_json(p, "the table")
+
+
+def run_costs(args: argparse.Namespace) -> int:
+    """Measure, write, print."""
+    import torch
+
+    from ..evaluation import pipelines
+    from ..files import write_json
+    from ..tuning import costs
+
+    sizes = numbers(args.head_sizes, "--head-sizes", int)
+    if args.rounds < 1 or min(sizes) < 1:
+        raise HeartError(f"--rounds is {args.rounds} and --head-sizes {args.head_sizes}: give numbers of at least 1")
+    device = pipelines.check("tiny", args.dtype, args.device)
+    kind = args.dtype or ("float32" if device == "cpu" else "bfloat16")
+    names = [name for name in args.backbones.split(",") if name]
+    table = costs.measure(device, getattr(torch, kind), names, sizes, args.kernel, rounds=args.rounds)
+    write_json(args.out, table.to_dict())
+    print(json.dumps(table.to_dict(), indent=1) if args.json else f"{args.out}: {table.origin} [{table.digest}]")
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
