@@ -84,12 +84,13 @@ def test_somebody_elses_files_are_not_loaded(cache, monkeypatch, what):
     path, builds = built(cache), count_builds(monkeypatch)
     theirs = {"library": path, "checksum": build.checksum_path(path), "folder": path.parent}[what]
     real = build._foreign
-    inode = theirs.stat().st_ino
-    monkeypatch.setattr(
-        build,
-        "_foreign",
-        lambda found, kind: "belongs to user 7, not to 8" if found.st_ino == inode else real(found, kind),
-    )
+    old = theirs.stat()
+
+    def foreign(found, kind):  # a new file may be given an old one's inode: the time tells them apart
+        same = (found.st_ino, found.st_ctime_ns) == (old.st_ino, old.st_ctime_ns)
+        return "belongs to user 7, not to 8" if same else real(found, kind)
+
+    monkeypatch.setattr(build, "_foreign", foreign)
     if what == "folder":
         assert "belongs to user 7" in build.reasons_not()[0] and not builds
         assert "belongs to user 7" in kernels.available()["cpu"][0]
