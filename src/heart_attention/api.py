@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +23,10 @@ from .online.stats import Stats
 __all__ = ["attention", "disable", "enable", "enabled", "record", "stats"]
 
 
-def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
+ConfigLike: TypeAlias = str | os.PathLike[str] | HeartConfig | Mapping[str, Any] | list[Any] | tuple[Any, ...]
+
+
+def enable(model: Any, config: ConfigLike = "xattention", **changes: Any) -> None:
     """Let HEART serve the video attention of a pipeline or transformer until `disable`.
 
     Args:
@@ -62,7 +65,7 @@ def enable(model: Any, config: Any = "xattention", **changes: Any) -> None:
 
 
 @contextmanager
-def enabled(model: Any, config: Any = "xattention", **changes: Any) -> Iterator[Any]:
+def enabled(model: Any, config: ConfigLike = "xattention", **changes: Any) -> Iterator[Any]:
     """`enable` for the length of a `with` block; gives the model."""
     enable(model, config, **changes)
     try:
