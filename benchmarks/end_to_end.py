@@ -146,11 +146,14 @@ class BlockCounter:
         self.predicted: dict[tuple[str, float], list[float]] = {}
         self.errors: dict[tuple[str, float], list[tuple[float, float]]] = {}
 
-    def start_forward(self, call: CallContext) -> None: ...
+    def start_forward(self, call: CallContext) -> None:
+        """Nothing to do before a forward."""
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """What was counted stays."""
 
     def attend(self, call, q, k, v, dense):
+        """The dense output; at the chosen steps blocks are counted beside it."""
         out = dense(q, k, v)
         if call.step in self.steps:
             for kind in ORDERS:
@@ -291,12 +294,14 @@ def _against_raster(runs: list[dict]) -> list[dict]:
 
 
 def print_costs(rows: Iterator[dict]) -> None:
+    """One line a cost, beside its bar."""
     for r in rows:
         verdict = "ok" if r["value"] <= r["bar"] else "OVER"
         print(f"{r['what']:<72} {r['value']:>8.3f} {r['unit']:<12} bar {r['bar']:<6g} {verdict}", flush=True)
 
 
 def print_order(study: dict) -> None:
+    """The tables of the token-order study."""
     titles = {"exact": "share of blocks kept at equal true mass", "predicted": "density of XAttention's own masks at τ"}
     for name, title in titles.items():
         print(f"{'mass':>6} {'raster':>9} {'tiles':>9} {'change':>8} {'heads':>9} {'change':>8}   {title}")
@@ -330,6 +335,7 @@ def _interval(values: list[float]) -> float:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--order", action="store_true", help="the token-order study instead of the costs")
     parser.add_argument("--model", default="tiny")

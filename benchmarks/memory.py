@@ -79,6 +79,7 @@ def measure(backbone: str, generations: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generations", type=int, default=50)
     parser.add_argument("--json", action="store_true")

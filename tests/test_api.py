@@ -219,9 +219,7 @@ def test_an_interrupted_or_failed_generation_leaves_nothing_behind():
 
 @pytest.mark.parametrize("guidance", [3.0, 1.0], ids=["guided", "unguided"])
 def test_a_batch_of_two_prompts_is_two_single_runs(guidance):
-    """Random weights make chaos of rounding: compare decisions, and outputs as closely as dense ones
-    agree.
-    """
+    """Random weights make chaos of rounding: compare decisions, and outputs as closely as dense ones agree."""
     pipe = pipeline()
     with heart.enabled(pipe, config()):
         both = generate(pipe, prompts=2, guidance=guidance)

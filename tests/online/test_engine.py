@@ -1,6 +1,4 @@
-"""The engine, call by call: temporal mask reuse against a longhand twin, identity limits, caches, dense
-fall-back.
-"""
+"""The engine, call by call: temporal mask reuse against a longhand twin, identity limits, caches, dense fall-back."""
 
 import dataclasses
 import functools

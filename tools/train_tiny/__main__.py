@@ -40,7 +40,7 @@ def full(folder: Path, seed: int, threads: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """``python -m tools.train_tiny [--smoke]``"""
+    """Run ``python -m tools.train_tiny [--smoke]``."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="toy scale, nothing is kept")
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="checkpoints and log")

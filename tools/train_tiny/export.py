@@ -60,7 +60,7 @@ def thin(run: Path, out: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """``python -m tools.train_tiny.export --run runs/tiny [--thin runs/handed-on]``"""
+    """Run ``python -m tools.train_tiny.export --run runs/tiny [--thin runs/handed-on]``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/tiny"))
     parser.add_argument("--out", type=Path, default=PACKAGE / "weights")

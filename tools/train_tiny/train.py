@@ -41,6 +41,7 @@ class PaddedTextAttention(WanAttnProcessor):
     bias: torch.Tensor | None = None  # [B, 1, 1, CAPTION_TOKENS]
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        """As Wan's processor, with the padding's bias in place of a mask."""
         return super().__call__(attn, hidden_states, encoder_hidden_states, self.bias, rotary_emb)
 
 

@@ -15,6 +15,7 @@ class Steps:
         self.bar = tqdm(total=total or None, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None)
 
     def __call__(self, method: str, steps: int) -> None:
+        """Move on by some steps of a method."""
         self.bar.set_description(method, refresh=False)
         self.bar.update(steps)
 
@@ -34,6 +35,7 @@ class Stages:
         self.stage, self.tenth = "", -1
 
     def __call__(self, stage: str, done: int, total: int, left: float | None) -> None:
+        """Show that so many of a stage's tasks are done; `left` in seconds, None if unknown."""
         rest = "" if left is None or done >= total else f"{clock(left)} left"
         if stage != self.stage:
             self.close()

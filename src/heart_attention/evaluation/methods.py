@@ -1,4 +1,4 @@
-"""Names of methods, as in the paper's tables, turned into configs: `dense`, `xattention`, `svg2+heart`, `svg2+joint`, …
+"""Names of methods, as in the paper's tables, turned into configs: `dense`, `xattention`, `svg2+heart`, `svg2+joint`.
 
 A row is what it is called: `+ebc` and `+heart` take calibrations by the paper's protocol only (one head sparse at a time,
 three candidates, its strata, a plain mean), `+joint` takes all others. A calibration brings its whole operating point:

@@ -1,4 +1,4 @@
-"""HEART as an attention backend of vLLM-Omni's diffusion engine (written against 0.30).
+r"""HEART as an attention backend of vLLM-Omni's diffusion engine (written against 0.30).
 
 vLLM-Omni has a fixed list of backends whose classes can be replaced. `register` puts `HeartBackend` in the place of
 TORCH_SDPA; it runs by itself, in every worker, as a plug-in of the entry-point group `vllm_omni.general_plugins`, when

@@ -270,6 +270,7 @@ class Dense:
         self.answer: tuple[Any, Any] = (None, None)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: Any = None) -> torch.Tensor:
+        """The model's own attention of q, k, v [B, H, N, D]; `items` if they are only some of the batch's."""
         given = self.given
         if q is given[0] and k is given[1] and v is given[2]:
             query, key, value = self.theirs

@@ -38,6 +38,7 @@ class Line:
     rate: float
 
     def __call__(self, work: float) -> float:
+        """Seconds for so much work."""
         return self.fixed + self.rate * work
 
 

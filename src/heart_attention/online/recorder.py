@@ -91,7 +91,7 @@ class Recorder(Mapping, Handler):
             self.inner.fallback(call, reason)
 
     def reset(self) -> None:
-        """A generation is over; its records stay. (An inner handler is told by the clock itself.)"""
+        """A generation is over; its records stay (an inner handler is told by the clock itself)."""
 
 
 @contextmanager

@@ -30,8 +30,7 @@ def pool(x: Tensor, seen: slice | Tensor | None = None) -> Tensor:
 
 
 def features(q: Tensor, k: Tensor, kind: str, seen: slice | Tensor | None = None) -> Tensor:
-    """What an anchor keeps: token means [2, B, H, D] (kind "mean") or all tokens [2, B, H, n, D] (kind
-    "tokens").
+    """What an anchor keeps: token means [2, B, H, D] (kind "mean") or all tokens [2, B, H, n, D] (kind "tokens").
 
     Means are computed in fp32. For two-byte models they are then rounded to two bytes, which is what the
     paper's 0.35 MB counts; both sides of a comparison are rounded alike, so equal inputs still give a drift

@@ -1,5 +1,4 @@
-"""What happened: counters, densities, refreshes, drift and time by part; as a table to read and a dict to
-use.
+"""What happened: counters, densities, refreshes, drift and time by part; as a table to read and a dict to use.
 
 The engine writes one row for every attention call into a `Recorder`; `Recorder.summary()` makes a `Stats`.
 Sums over calls are kept since enabling, single rows only for the last generation, so memory does not grow
