@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from heart_attention import HeartError
-from heart_attention.evaluation import methods, results, run, video
+from heart_attention.evaluation import generation, methods, results, run, video
 
 PROMPT = "a red circle moves right on a blue background"
 
@@ -60,14 +60,14 @@ def test_turns_change_nothing_but_times(finished, tiny_pipe):
 
 def test_a_second_run_generates_nothing(finished, tiny_pipe, monkeypatch):
     out, chosen, setting, made = finished
-    monkeypatch.setattr(run, "generate", lambda *a, **k: pytest.fail("generated again"))
+    monkeypatch.setattr(generation, "generate", lambda *a, **k: pytest.fail("generated again"))
     again = run.run(tiny_pipe, chosen, [PROMPT], [0], setting, out)
     assert again["rows"] == made["rows"] and "overhead" not in again["provenance"]
 
 
 def test_a_metric_asked_for_later_comes_from_the_stored_videos(finished, tiny_pipe, monkeypatch):
     out, chosen, setting, made = finished
-    monkeypatch.setattr(run, "generate", lambda *a, **k: pytest.fail("generated again"))
+    monkeypatch.setattr(generation, "generate", lambda *a, **k: pytest.fail("generated again"))
     more = run.Setting("tiny", setting.call, ("psnr", "psnr_pooled"))
     again = run.run(tiny_pipe, chosen, [PROMPT], [0], more, out)
     frames = [video.read(out / made["rows"][i]["lossless"]) for i in (1, 0)]
@@ -128,7 +128,7 @@ def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):
     import logging
 
     log = logging.getLogger("heart_attention.online.engine")
-    with run._hushed():
+    with generation._hushed():
         log.warning("not heard")
     log.warning("heard")
     assert [r.message for r in caplog.records] == ["heard"]

@@ -52,6 +52,28 @@ def add_device(parser: Any) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
+def add_cluster(parser: Any) -> None:
+    """On which machines it runs."""
+    parser.add_argument("--ray", metavar="auto|ADDRESS", help="spread the prompts and seeds over a Ray cluster")
+    parser.add_argument(
+        "--workers", type=int, help="with --ray: how many workers (default: all that there is room for)"
+    )
+
+
+def cluster_of(args: argparse.Namespace) -> Any:
+    """The cluster that the user named, or None."""
+    import functools
+
+    from ..evaluation import cases, pipelines
+
+    if args.workers is not None and (args.workers < 1 or not args.ray):
+        raise HeartError("--workers is the number of Ray workers: give 1 or more, together with --ray")
+    if not args.ray:
+        return None
+    loader = functools.partial(pipelines.load, args.model, args.dtype, args.device)
+    return cases.Cluster(args.ray, loader, args.workers)
+
+
 def add_json(parser: Any, what: str = "the result") -> None:
     """Output for machines."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import HeartError
 from ..evaluation.methods import DEFAULT
 from .arguments import (
+    add_cluster,
     add_command,
     add_device,
     add_json,
@@ -16,6 +17,7 @@ from .arguments import (
     add_size,
     check_folder,
     check_generation,
+    cluster_of,
     numbers,
     words,
 )
@@ -29,6 +31,7 @@ def register(commands) -> None:
     )  # fmt: skip
     add_run_arguments(one, "runs/compare")
     add_device(one)
+    add_cluster(one)
     one.add_argument("--methods", default=",".join(DEFAULT), help="comma-separated")
     one.add_argument(
         "--metrics", help="comma-separated: psnr, ssim, lpips, vmaf, … (default: psnr,ssim, and lpips with its weights)"
@@ -90,13 +93,14 @@ def run_compare(args: argparse.Namespace) -> int:
     methods.check(wanted, methods.sort_calibrations(args.calibration), args.model)
     if args.scores and not Path(args.scores).is_dir():
         raise HeartError(f"there is no folder {args.scores!r}: give the one that --judges laid out")
+    cluster = cluster_of(args)
     pipe = pipelines.load(args.model, args.dtype, args.device)
     call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps, args.quick)
     count = len({"dense", *wanted})
     with Steps(call["num_inference_steps"] * len(prompts) * len(seeds) * count) as progress:
         made = compare.compare(
             pipe, wanted, prompts, args.out, seeds=seeds, call=call, metrics=names, calibrations=args.calibration,
-            force_sparse=args.force_sparse, model=args.model, progress=progress,
+            force_sparse=args.force_sparse, model=args.model, progress=progress, cluster=cluster,
         )  # fmt: skip
     lines = _lay_out(made, args) if args.judges else []
     if args.scores:
@@ -126,7 +130,7 @@ def show(made: dict, args: argparse.Namespace, lines: list[str]) -> None:
         print(json.dumps(tables.finite(summary), indent=1))
         return
     print(tables.text_table(summary, made["conventions"]), "", *tables.reuse_lines(made), sep="\n")
-    for sentence in (*made.get("empty", {}).values(), timing.verdict(made["rows"]), *lines):
+    for sentence in (*made.get("empty", {}).values(), timing.verdict(made["rows"]), tables.devices_line(made), *lines):
         if sentence:
             print(sentence)
     print(tables.overhead_line(made))

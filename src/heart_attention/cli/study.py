@@ -8,7 +8,16 @@ from pathlib import Path
 
 from ..errors import HeartError
 from ..evaluation.studies import ABLATIONS, STUDIES
-from .arguments import add_backbone, add_command, add_device, check_folder, check_generation, numbers
+from .arguments import (
+    add_backbone,
+    add_cluster,
+    add_command,
+    add_device,
+    check_folder,
+    check_generation,
+    cluster_of,
+    numbers,
+)
 from .compare import add_run_arguments, read_prompts
 
 
@@ -21,6 +30,7 @@ def register(commands) -> None:
     ablate.add_argument("which", choices=[*ABLATIONS, "all"], help="which table")
     add_run_arguments(ablate, "runs/ablate")
     add_device(ablate)
+    add_cluster(ablate)
     add_backbone(ablate)
     ablate.add_argument(
         "--calibration", action="append", default=[], metavar="F.heart.json", help="for +ebc and +heart"
@@ -68,12 +78,13 @@ def run_ablate(args: argparse.Namespace) -> int:
     calibrations = methods.sort_calibrations(args.calibration)
     methods.check([f"{args.backbone}+heart"], calibrations, args.model)
     wanted, left_out = ablations.choose(args.which, args.model, bool(objectives))
+    cluster = cluster_of(args)
     pipe = pipelines.load(args.model, args.dtype, args.device)
     call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps, args.quick)
     setting = run.Setting(args.model, call, metrics.defaults(), pipelines.frame_rate(pipe))
     with Steps() as progress:
         bench = ablations.Bench(
-            pipe, args.model, args.backbone, prompts, seeds, setting, Path(args.out), calibrations, progress
+            pipe, args.model, args.backbone, prompts, seeds, setting, Path(args.out), calibrations, progress, cluster
         )
         runs = ablations.tables_of(bench, deltas, objectives)
         made = {name: runs[name]() for name in wanted}

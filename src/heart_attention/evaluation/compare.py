@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeartError
+from . import cases, metrics, pipelines, tables
 from . import methods as names_of_methods
-from . import metrics, pipelines, tables
+from .cases import Cluster
 from .run import Setting, run
 
 
@@ -27,6 +28,7 @@ def compare(
     fps: int | None = None,
     in_turns: bool | None = None,
     progress: Callable[[str, int], Any] | None = None,
+    cluster: Cluster | None = None,
 ) -> dict[str, Any]:
     """Run methods on prompts and seeds, measure them against dense attention, and write results and tables.
 
@@ -44,6 +46,7 @@ def compare(
         fps: frames a second of the videos; None: the model's own.
         in_turns: methods take turns step by step, so that a busy moment meets all; None: so on a CPU.
         progress: called as `progress(method, steps)` while generations go on.
+        cluster: Ray cluster that (prompt, seed) pairs are spread over, `cases.Cluster("auto", loader)`; None: here.
 
     Returns:
         What `results.json` holds: schema, provenance, conventions of the metrics, one row a generation.
@@ -60,7 +63,8 @@ def compare(
         fps or pipelines.frame_rate(pipe),
         in_turns,
     )
-    made = run(pipe, chosen, _prompts(prompts, model), list(seeds), setting, out, progress)
+    with cases.opened(cluster) as executor:
+        made = run(pipe, chosen, _prompts(prompts, model), list(seeds), setting, out, progress, executor=executor)
     tables.write_tables(made, out)
     return made
 

@@ -32,6 +32,8 @@ _OPTIONAL = {
     "spread": float,
     "waited": float,
     "kernel": str,
+    "device": str,
+    "place": str,
     "video": str,
     "lossless": str,
     "stats": str,
@@ -58,7 +60,7 @@ def provenance(pipe: Any = None, **more: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-        "machine": f"{platform.machine()} {_cpu_name()}".strip(),
+        "machine": f"{platform.machine()} {cpu_name()}".strip(),
         "threads": torch.get_num_threads(),
         "device": str(getattr(pipe, "_execution_device", "cpu")),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -68,12 +70,19 @@ def provenance(pipe: Any = None, **more: Any) -> dict[str, Any]:
     return {**facts, **more}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the processor calls itself; empty where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def devices(rows: list[dict]) -> dict[str, int]:
+    """How many devices of which kind made these rows; what older versions made does not say."""
+    kinds = {(row["device"], row["place"]) for row in rows if row.get("device") and row.get("place")}
+    return {kind: sum(k == kind for k, _ in kinds) for kind in sorted({k for k, _ in kinds})}
 
 
 def save(results: dict, folder: str | Path) -> Path:

@@ -167,6 +167,8 @@ def markdown(summary: Sequence[dict], results: dict | None = None) -> str:
     lines += ["| " + " | ".join(row) + " |" for row in body]
     lines += [f"\n{name}: {text}." for name, text in conventions.items()]
     lines += [f"\n{reason}" for reason in (results or {}).get("empty", {}).values()]
+    if results and (line := devices_line(results)):
+        lines.append(f"\n{line[0].upper()}{line[1:]}.")
     return "\n".join(lines) + "\n"
 
 
@@ -206,6 +208,15 @@ def overhead_line(results: dict) -> str:
     if share is None:
         return "nothing was generated: every record was there already"
     return f"overhead {share:.1%} of the generations (videos, metrics, records)"
+
+
+def devices_line(results: dict) -> str:
+    """How many devices of which kind took part, in one line; empty for results that do not say."""
+    kinds = results["provenance"].get("devices")
+    if not isinstance(kinds, dict) or not kinds:
+        return ""
+    listed = " and ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    return f"made on {listed}; a speed-up is always over dense on the same device"
 
 
 def write_tables(results: dict, out: str | Path) -> list[dict]:

@@ -15,7 +15,8 @@ import numpy as np
 from ...errors import HeartError
 from ...files import write_atomic
 from ...online.reuse import TMR, Interval, Warmup
-from .. import methods, pipelines, run, tables
+from .. import cases, methods, pipelines, run, tables
+from ..cases import Cluster
 from ..methods import Method
 from . import ABLATIONS
 
@@ -36,6 +37,7 @@ class Bench:
     out: Path
     calibrations: methods.Calibrations
     progress: Callable | None = None
+    cluster: Cluster | None = None  # where generations and calibrations are made; None: here
 
     def method(self, part: str, name: str | None = None, **changes) -> Method:
         """The backbone with one of the parts (tmr, ebc, heart or nothing), renamed and changed as wished."""
@@ -50,12 +52,26 @@ class Bench:
 
     def run(self, chosen: Sequence[Method], name: str) -> dict:
         """Run them after dense; generations that another table made already are taken from the same folder."""
-        dense = methods.build("dense", self.pipe, self.model)
-        results = run.run(self.pipe, [dense, *chosen], self.prompts, self.seeds, self.setting, self.out, self.progress)
+        results = self.generate(chosen)
         summary = tables.summarise(results)
         write_atomic(self.out / f"{name}.md", tables.markdown(summary, results))
         (self.out / "results.json").replace(self.out / f"{name}.results.json")
         return {"name": name, "summary": summary, "results": results}
+
+    def generate(self, chosen: Sequence[Method]) -> dict:
+        """Dense and these methods on all prompts and seeds."""
+        everything = [methods.build("dense", self.pipe, self.model), *chosen]
+        with cases.opened(self.cluster) as executor:  # closed after each table: calibrations need the workers too
+            return run.run(
+                self.pipe,
+                everything,
+                self.prompts,
+                self.seeds,
+                self.setting,
+                self.out,
+                self.progress,
+                executor=executor,
+            )
 
     def conclude(self, table: dict, finding: str) -> dict:
         """The table with its finding, which is also written beside it."""
@@ -100,11 +116,7 @@ def policy(bench: Bench) -> dict:
     (The paper matches the warm-up by speed and leaves the interval unmatched; docs/reproduction.md says so.)
     """
     tmr = bench.method("heart", "TMR")
-    probe = tables.summarise(run.run(
-        bench.pipe, [methods.build("dense", bench.pipe, bench.model), tmr], bench.prompts, bench.seeds, bench.setting,
-        bench.out, bench.progress,
-    ))  # fmt: skip
-    rate = next(e["refresh_rate"] for e in probe if e["method"] == "TMR")
+    rate = next(e["refresh_rate"] for e in tables.summarise(bench.generate([tmr])) if e["method"] == "TMR")
     interval, warmup = matched_policies(rate, bench.setting.call["num_inference_steps"], tmr.config.dense_steps)
     chosen = [
         bench.method("heart", f"Interval({interval.n})", reuse=interval),
@@ -194,7 +206,10 @@ def _calibrate(bench: Bench, error: str, path: Path) -> None:
     """By the paper's protocol, at the table's size and steps; a killed run goes on."""
     from ...calibration.workflow.calibrate import calibrate
 
-    calibrate(bench.pipe, bench.backbone, call=dict(bench.setting.call), method="probes", error=error, out=path)
+    calibrate(
+        bench.pipe, bench.backbone, call=dict(bench.setting.call), method="probes", error=error, out=path,
+        **(dataclasses.asdict(bench.cluster) if bench.cluster else {}),
+    )  # fmt: skip
 
 
 def choose(which: str, model: str, objectives: bool) -> tuple[list[str], dict[str, str]]:
