@@ -440,3 +440,21 @@ def test_recording_an_enabled_pipeline_sees_every_call_and_changes_nothing():
             assert heart.stats(pipe)["generations"] == 2
         assert len(r) == 6 * 2 * LAYERS  # warm-up steps too
         assert torch.equal(generate(pipe), before)
+
+
+def test_heart_by_name_takes_what_ships_or_says_what_to_run(tiny_pipe, tmp_path, monkeypatch):
+    from calibrations_for_tests import points_calibration
+
+    from heart_attention import presets
+    from heart_attention.api import resolve
+
+    with pytest.raises(
+        HeartError, match="no calibration of operating points ships for this WanTransformer3DModel: make one"
+    ):
+        heart.enable(pipeline(), "heart")
+    path = points_calibration(tmp_path / "heart.heart.json")
+    monkeypatch.setattr(presets, "shipped_heart", lambda model: path)
+    own, other, given = (resolve(name, tiny_pipe)[0] for name in ("heart", "heart@0.3", f"{path}@0.3"))
+    assert own.points is not None and other.points == given.points != own.points
+    assert resolve("xattention@0.8", tiny_pipe)[0].thresholds == 0.8
+    assert resolve(f"{path}@sparsity=0.6", tiny_pipe)[0].thresholds.sparsity >= 0.6 - 1e-9

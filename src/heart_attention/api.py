@@ -33,7 +33,8 @@ def enable(model: Any, config: ConfigLike = "xattention", **changes: Any) -> Non
         model: a diffusers video pipeline, or its transformer alone.
         config: a backbone's name such as "xattention" (the preset for this model), a preset's name, a `HeartConfig`, or
             a JSON file with one (or with a calibration); for a pipeline with two transformers a list of both
-            calibrations' files.
+            calibrations' files. "heart" is the calibration of operating points that ships for this model. "heart@0.25"
+            and "mine.heart.json@0.25" are solved anew for a budget, "xattention@0.8" has that threshold.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
     from .models import attachment, inspect
@@ -145,9 +146,9 @@ def resolve(config: Any, model: Any = None) -> tuple[HeartConfig, str]:
     if isinstance(config, Mapping):
         return HeartConfig.from_dict(config), ""
     if isinstance(config, list | tuple):
-        return _from_calibration(config, model)
+        return from_calibration(config, model)
     if isinstance(config, str) and not config.endswith(".json"):
-        return presets.find_preset(config, model)
+        return _from_name(config, model)
     if not isinstance(config, str | os.PathLike):
         raise HeartError(
             f"config is {str(config)[:60]!r}: give a backbone's name, a preset, a HeartConfig or a JSON file"
@@ -155,15 +156,29 @@ def resolve(config: Any, model: Any = None) -> tuple[HeartConfig, str]:
     data = read_json(config)
     if isinstance(data, dict) and data.get("_type") == "HeartConfig":
         return HeartConfig.from_dict(data), ""
-    return _from_calibration(config, model)
+    return from_calibration(config, model)
 
 
-def _from_calibration(path: Any, model: Any) -> tuple[HeartConfig, str]:
+def _from_name(name: str, model: Any) -> tuple[HeartConfig, str]:
+    """A preset, or the calibration that ships for this model; what follows "@" is a budget, or a preset's threshold."""
+    from .calibration.solve.budget import Budget
+
+    source, _, budget = name.rpartition("@") if "@" in name else (name, "", "")
+    if source == presets.HEART:
+        return from_calibration(presets.shipped_heart(model), model, budget)
+    if source.endswith(".json"):
+        return from_calibration(source, model, budget)
+    config, note = presets.find_preset(source, model)
+    return (config.replace(thresholds=Budget.named(budget, "threshold").value) if budget else config), note
+
+
+def from_calibration(path: Any, model: Any, budget: str = "") -> tuple[HeartConfig, str]:
     """The preset for this model with a calibration's backbone settings and thresholds."""
     from . import backbones
     from .calibration import experts
 
     calibration = experts.load(path)
+    calibration = calibration.at_budget(budget) if budget else calibration
     backbone = backbones.from_dict(calibration.points[0]["backbone"])
     base, note = presets.find_preset(backbone.name, model)
     as_measured = {k: v for k, v in calibration.settings.items() if k in ("order", "scale_clusters", "dense_steps")}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from . import backbones
+from . import backbones, tiny
 from .backbones import SVG2, XAttention
 from .config import HeartConfig
 from .errors import HeartError
@@ -14,6 +15,8 @@ from .online.reuse import TMR
 from .tiny import NATIVE
 
 log = logging.getLogger(__name__)
+
+HEART = "heart"  # every head at an operating point of its own: a calibration, not a preset
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,18 @@ def identify(transformer: Any, two: bool = False) -> str | None:
 def preset(name: str, model: Any = None) -> HeartConfig:
     """The config of a preset, or with a backbone's name the one for this pipeline or transformer."""
     return find_preset(name, model)[0]
+
+
+def shipped_heart(model: Any) -> str:
+    """The calibration of operating points that ships for this pipeline or transformer; none is an error that tells how."""
+    transformer = getattr(model, "transformer", None) or model
+    path = Path(tiny.path()).parent / "calibrations" / f"{HEART}.heart.json"
+    if transformer is not None and identify(transformer) == "tiny" and path.is_file():
+        return str(path)
+    raise HeartError(
+        f"no calibration of operating points ships for this {type(transformer).__name__}: make one with `heart calibrate "
+        "--model MODEL --points default --budget time=0.25 --out mine.heart.json` and enable that file"
+    )
 
 
 def find_preset(name: str, model: Any = None) -> tuple[HeartConfig, str]:

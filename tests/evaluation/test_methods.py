@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from calibrations_for_tests import paper_calibration
+from calibrations_for_tests import paper_calibration, points_calibration
 
 from heart_attention import Calibration, HeartError, tiny
 from heart_attention.evaluation import methods
@@ -68,25 +68,49 @@ def test_kinds_of_calibration(by_protocol):
 
 
 def test_heart_takes_points_of_several_kinds(tiny_pipe, tmp_path):
-    """A file whose heads have different backbones is the row `heart`, at whatever budget its name tells."""
-    from dataclasses import replace
-
-    import numpy as np
-
-    made = Calibration.load(JOINT)
-    points = [
-        {"backbone": made.backbone, "threshold": 0.9, "rest": "drop", "order": "raster"},
-        {"backbone": {**made.backbone, "stride": 4}, "threshold": 0.8, "rest": "drop", "order": "tiles"},
-    ]
-    choice = np.arange(24).reshape(6, 4) % 2
-    mixed = replace(
-        made, thresholds=None, backbone=None, candidates=None, E=None, S=None, bands=None, cost=None, points=points,
-        choice=choice, settings={}, shipped=False,
-    )  # fmt: skip
-    files = methods.sort_calibrations([str(mixed.save(tmp_path / "m.heart.json"))])
+    """A file whose heads have different backbones is the row `heart`; a budget in the name solves it anew."""
+    path = points_calibration(tmp_path / "m.heart.json")
+    files = methods.sort_calibrations([path])
     assert list(files) == [("heart", "points")]
-    methods.check(["dense", "heart@0.25"], files, "other")
-    config = methods.build("heart@0.25", tiny_pipe, "tiny", files).config
-    assert config.points is not None and type(config.reuse).__name__ == "TMR"
-    with pytest.raises(HeartError, match="needs a calibration of operating points"):
+    methods.check(["dense", "heart@0.3"], files, "other")
+    plain, again, other = (
+        methods.build(n, tiny_pipe, "tiny", files).config for n in ("heart", "heart@0.5", "heart@0.3")
+    )
+    assert plain.points is not None and type(plain.reuse).__name__ == "TMR"
+    assert again.points == plain.points and other.points != plain.points  # 0.5 is what the file was made for
+    assert other.thresholds.solver["time"] <= other.thresholds.solver["budget"]["max_time"]
+    with pytest.raises(HeartError, match="needs a calibration of operating points.*--points default"):
         methods.check(["heart"], {}, "other")
+
+
+def test_of_files_for_several_budgets_the_nearest_is_taken(tiny_pipe, tmp_path):
+    paths = [
+        points_calibration(tmp_path / f"{b}.heart.json", budget=f"time={b}", seed=i) for i, b in enumerate((0.3, 0.6))
+    ]
+    files = methods.sort_calibrations(paths)
+    for name, path in (("heart@0.3", paths[0]), ("heart@0.35", paths[0]), ("heart@0.6", paths[1])):
+        made_for = Calibration.load(path)
+        config = methods.build(name, tiny_pipe, "tiny", files).config
+        assert (config.thresholds.E == made_for.E).all()
+        assert config.thresholds.settings["budget"] == f"time={name[6:]}"
+    with pytest.raises(HeartError, match="are for one method"):
+        methods.build("heart", tiny_pipe, "tiny", files)
+
+
+def test_a_budget_after_the_name(tiny_pipe):
+    assert methods.build("xattention@0.8", tiny_pipe, "tiny").config.thresholds == 0.8
+    assert type(methods.build("svg2+tmr@0.5", tiny_pipe, "tiny").config.reuse).__name__ == "TMR"
+    shared, sparser = (methods.build(f"xattention+joint{b}", tiny_pipe, "tiny").config for b in ("", "@0.7"))
+    assert sparser.thresholds.sparsity > shared.thresholds.sparsity
+    for name in ("heart@", "xattention@many", "heart@1.5", "dense@0.5"):
+        with pytest.raises(HeartError):
+            methods.parse(name)
+
+
+def test_a_budget_out_of_reach_names_what_is_reachable(tiny_pipe, tmp_path):
+    files = methods.sort_calibrations([points_calibration(tmp_path / "m.heart.json")])
+    with pytest.raises(
+        HeartError, match=r"the least that these points reach with 5 dense steps of 50 is 0\.\d+"
+    ) as told:
+        methods.build("heart@0.12", tiny_pipe, "tiny", files)
+    methods.build(f"heart@{str(told.value).rsplit(' ', 1)[1]}", tiny_pipe, "tiny", files)

@@ -106,6 +106,10 @@ class Experts(ThresholdSource):
 
         return point_table(self.calibrations)
 
+    def at_budget(self, text: str) -> Experts:
+        """Both for a budget as names tell it after "@"."""
+        return Experts(tuple(c.at_budget(text) for c in self.calibrations))
+
     @property
     def settings(self) -> dict[str, Any]:
         """Order, dense steps and the like, as in the first."""

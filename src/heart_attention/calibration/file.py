@@ -256,9 +256,13 @@ class Calibration(ThresholdSource):
         return (chosen if chosen.ndim == 2 else chosen.mean(0)).tolist()
 
     def _mean(self, table: np.ndarray | None) -> float | None:
+        """Of the choice over heads and sparse steps, which phases have different numbers of."""
         if table is None:
             return None
-        return math.fsum(np.take_along_axis(table, self.choice[..., None], -1).ravel()) / self.choice.size
+        chosen = np.take_along_axis(table, self.choice[..., None], -1)[..., 0]
+        shares = self._shares()
+        weighed = chosen if shares is None else chosen * (shares / shares.mean())
+        return math.fsum(weighed.ravel()) / self.choice.size
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Calibration) and self.to_bytes() == other.to_bytes()
@@ -430,11 +434,20 @@ class Calibration(ThresholdSource):
 
     # ---------------------------------------- other choices from the same tables
 
-    def with_choice(self, choice: np.ndarray, solver: dict[str, Any]) -> Calibration:
+    def with_choice(self, choice: np.ndarray, solver: dict[str, Any], budget: Budget) -> Calibration:
         """The same measurements with another choice of points; figures that belong to the old one go."""
         return replace(
-            self, choice=choice, solver=solver, verification={}, thresholds=None, backbone=None, candidates=None
-        )
+            self, choice=choice, solver=solver, verification={}, thresholds=None, backbone=None, candidates=None,
+            settings={**self.settings, "budget": str(budget)},
+        )  # fmt: skip
+
+    def at_budget(self, text: str) -> Calibration:
+        """For a budget as names tell it after "@": itself where it was made for that one, else solved again.
+
+        A bare number is a budget of time, or for thresholds of one backbone the shared threshold to be as sparse as.
+        """
+        asked = Budget.named(text, "shared" if self.simple else "time")
+        return self if self.settings.get("budget") == str(asked) else self.resolve(asked)
 
     def resolve(
         self, budget: Budget | str | float, method: str = "exact", cost_table: str | os.PathLike | None = None
@@ -449,8 +462,9 @@ class Calibration(ThresholdSource):
         asked, taus = Budget.parse(budget), [p["threshold"] for p in self.points]
         if asked.kind != "time":
             result = solve_budget(self.E, self.S, taus, asked, method, shares=self._shares())
-            return self.with_choice(result.choice, result.to_dict())
+            return self.with_choice(result.choice, result.to_dict(), asked)
         model, times = self._times(cost_table)
+        self._refuse_too_quick(model, times, asked)
         result = solve(
             self.E,
             self.S,
@@ -460,8 +474,12 @@ class Calibration(ThresholdSource):
             max_time=model.limit(asked.value),
             shares=self._shares(),
         )
-        again = self.with_choice(result.choice, result.to_dict())
+        again = self.with_choice(result.choice, result.to_dict(), asked)
         return replace(again, extra={**self.extra, "time": model.to_dict()})
+
+    def _refuse_too_quick(self, model: TimeModel, times: np.ndarray, asked: Budget) -> None:
+        shares = 1.0 if self.phase_count == 1 else self.phases["steps"] / np.mean(self.phases["steps"])
+        model.refuse_too_quick(asked.value, float((times.min(-1).T * shares).mean()))
 
     def _shares(self) -> np.ndarray | None:
         """How much the heads of each phase count in a mean over steps, [P, 1, 1]."""

@@ -84,7 +84,7 @@ def run_demo(args: argparse.Namespace) -> int:
     pipelines.check_call(steps=steps)
     pipe = pipelines.load("tiny")
     call = pipelines.call_arguments("tiny", pipe, steps=steps, quick=args.quick)
-    wanted = methods.FULL if args.full else methods.DEFAULT
+    wanted = methods.shipped_rows(args.full)
     with Steps(steps * len(prompts) * len(wanted)) as progress:
         made = compare(
             pipe, wanted, prompts, args.out, seeds=[args.seed], call=call, force_sparse=args.force_sparse, model="tiny",
@@ -165,6 +165,8 @@ def _config_source(args: argparse.Namespace) -> Any:
 
     if not args.calibration:
         name = args.preset or "xattention"
+        if name.partition("@")[0] == methods.HEART:
+            return name
         backbone = _backbone_of(name)
         return (methods.shipped_calibration(backbone, args.model) if backbone == name else None) or name
     kinds = {point["backbone"]["name"] for path in args.calibration for point in Calibration.load(path).points}

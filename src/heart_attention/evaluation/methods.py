@@ -3,6 +3,9 @@
 A row is what it is called: `+ebc` and `+heart` take calibrations by the paper's protocol only (one head sparse at a time,
 three candidates, its strata, a plain mean), `+joint` takes all others. A calibration brings its whole operating point:
 backbone settings, token order, dense steps.
+
+What follows "@" is a budget: `heart@0.25` of time, `xattention@0.8` a threshold, `xattention+joint@0.8` as sparse as that
+threshold. A calibration is solved again for it.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..calibration.solve.budget import Budget
 from ..errors import HeartError
 
 DENSE = "dense"
+HEART = "heart"  # operating points of all kinds
 
 
 class Part(NamedTuple):
@@ -31,7 +36,6 @@ PARTS = {
     "heart": Part(True, "paper"),
     "joint": Part(True, "joint"),
 }
-HEART = "heart"  # operating points of all kinds; "heart@0.25" names its budget of time
 HOW = {"paper": "--method probes", "joint": "--method joint"}  # how `heart calibrate` makes each kind
 PAPER_CANDIDATES = (0.85, 0.9, 0.95)
 # The demo's rows: each shipped backbone as published, and with HEART on it.
@@ -88,13 +92,22 @@ def shipped_calibration(backbone: str, model: str, kind: str = "joint") -> str |
     return str(path) if path.is_file() else None
 
 
+def shipped_rows(full: bool = False) -> tuple[str, ...]:
+    """The demo's rows: those that ship, with `heart` where its calibration does."""
+    rows = FULL if full else DEFAULT
+    return (*rows, HEART) if shipped_calibration(HEART, "tiny", "points") else rows
+
+
 def parse(name: str) -> tuple[str, str]:
     """A method's name as (backbone, part); ("dense", "") for dense attention. Unknown names are refused."""
     from .. import backbones
 
-    backbone, plus, part = name.partition("+")
-    if name == DENSE or name.partition("@")[0] == HEART:
-        return name.partition("@")[0], ""
+    method, at, budget = name.partition("@")
+    backbone, plus, part = method.partition("+")
+    if at:
+        Budget.named(budget, "time")
+    if name == DENSE or method == HEART:
+        return method, ""
     if backbone not in backbones.names() or part not in PARTS or (plus and not part):
         suffixes = ", ".join(f"+{p}" for p in PARTS if p)
         raise HeartError(
@@ -112,33 +125,35 @@ def build(name: str, pipe: Any, model: str, calibrations: Calibrations | None = 
     backbone, suffix = parse(name)
     if backbone == DENSE:
         return Method(DENSE, HeartConfig(thresholds=1.0, reuse=Always(), dense_steps=0))
-    part = Part(True, "points") if backbone == HEART else PARTS[suffix]
+    part, budget = Part(True, "points") if backbone == HEART else PARTS[suffix], name.partition("@")[2]
     if part.calibration:
-        config = operating_point(_files(name, backbone, part.calibration, model, calibrations or {}), pipe)
+        config = operating_point(_files(name, backbone, part.calibration, model, calibrations or {}), pipe, budget)
     else:
         config = preset(backbone, pipe)
+        config = config.replace(thresholds=Budget.named(budget, "threshold").value) if budget else config
     if not part.reuse:
         config = config.replace(reuse=Always())
     return Method(name, config.replace(**changes) if changes else config)
 
 
-def operating_point(files: Sequence[str], pipe: Any) -> Any:
+def operating_point(files: Sequence[str], pipe: Any, budget: str = "") -> Any:
     """The config that `heart.enable(pipe, files)` would use: thresholds, backbone settings, order, dense steps."""
-    from ..api import resolve
+    from ..api import from_calibration
 
-    return resolve(files[0] if len(files) == 1 else list(files), pipe)[0]
+    return from_calibration(files[0] if len(files) == 1 else list(files), pipe, budget)[0]
 
 
 def _files(name: str, backbone: str, kind: str, model: str, given: Calibrations) -> Sequence[str]:
     """The calibration files of a method: those given for it, else the shipped one; none is an error that tells how."""
     if given.get((backbone, kind)):
-        return given[backbone, kind]
+        return _nearest(given[backbone, kind], name.partition("@")[2])
     shipped = shipped_calibration(backbone, model, kind)
     if shipped is not None:
         return [shipped]
     if kind == "points":
         raise HeartError(
-            f"method {name!r} needs a calibration of operating points: make one and pass it by --calibration"
+            f"method {name!r} needs a calibration of operating points: make one with `heart calibrate --model {model} "
+            "--points default --budget time=0.25 --out mine.heart.json` and pass it by --calibration"
         )
     made = f"`heart calibrate --model {model} --backbone {backbone} {HOW[kind]} --out {backbone}.heart.json`"
     others = [k for b, k in given if b == backbone]
@@ -150,6 +165,23 @@ def _files(name: str, backbone: str, kind: str, model: str, given: Calibrations)
     raise HeartError(
         f"method {name!r} needs a calibration for {backbone}: make one with {made} and pass it by --calibration"
     )
+
+
+def _nearest(files: Sequence[str], budget: str) -> Sequence[str]:
+    """Of files for several budgets the one nearest to this; those of several transformers all together."""
+    from ..calibration.file import Calibration
+
+    settings = [Calibration.load(path).settings for path in files] if len(files) > 1 else []
+    if not settings or any(s.get("transformer") for s in settings):
+        return files
+    made_for = [Budget.parse(s.get("budget") or "shared=1") for s in settings]
+    if not budget:
+        raise HeartError(
+            f"{files[0]} and {files[1]} are for one method: say which budget after its name, {made_for[0].value:g}"
+        )
+    asked = Budget.named(budget, made_for[0].kind)
+    alike = [i for i, b in enumerate(made_for) if b.kind == asked.kind] or range(len(files))
+    return [files[min(alike, key=lambda i: abs(made_for[i].value - asked.value))]]
 
 
 def check(names: Sequence[str], calibrations: Calibrations, model: str) -> None:

@@ -41,5 +41,10 @@ class Budget:
             raise HeartError(f"the budget {str(text)[:60]!r} is not {_WORDS} with a number from 0 to 1") from None
         return cls(kind or "sparsity", number)
 
+    @classmethod
+    def named(cls, text: str, kind: str) -> Budget:
+        """A budget as the name of a method or file tells it after "@": a number of this kind, or one with its kind."""
+        return cls.parse(text if "=" in text else f"{kind}={text}")
+
     def __str__(self) -> str:
         return f"{self.kind}={self.value:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,21 @@ class Case:
             assert self.times is not None
             return -self.times.limit(value)
         return value if self.kind == "sparsity" else None
+
+    def refuse_unreachable(self, tables: Tables) -> None:
+        """Raise if no assignment keeps the budget by the table, with what can be reached."""
+        target = self.target()
+        if target is None:
+            return
+        most = float((self.phases.shares() * self.gains(tables).max(-1)).mean())
+        if self.kind == "time":
+            assert self.times is not None
+            self.times.refuse_too_quick(self.settings.budget.value, -most)
+        elif most < target:
+            raise HeartError(
+                f"no assignment has a mean sparsity of {target:g}: the most that these points reach is "
+                f"{math.floor(most * 1e4) / 1e4:g}"
+            )
 
     def solve(self, E: np.ndarray, tables: Tables, need: float | None = None) -> solver.Result:
         """The assignment of least ΣE that gains at least `need`; None: what the budget says of the table."""

@@ -70,6 +70,7 @@ def _means(case: Case, rows: dict[tuple[int, int, int], list[dict[str, Any]]], n
 
 def assign(case: Case, contexts: Contexts, runner: Runner, E: np.ndarray, tables: Tables) -> Outcome:
     """The assignment of least ΣE, within the table's budget or, if `realised`, within what forwards show."""
+    case.refuse_unreachable(tables)
     if case.settings.realised and case.kind in ("shared", "time"):
         trials = Trials(case, runner, contexts.calibration)
         target = case.target()
@@ -123,6 +124,7 @@ def by_joint(case: Case, contexts: Contexts, runner: Runner) -> Outcome:
         passes = _passes(trials, f"gradients, round {number}", choice)
         m, D = (trials.mean([getattr(p, name) for p in passes]) for name in ("first", "second"))
         tables = _tables(trials, passes)
+        case.refuse_unreachable(tables)
         search = Search(case, trials, m, D, tables, number)
         search.seen[choice] = trials.verify("verifying, start", choice)  # on record already
         better = search.run(choice, error if within else np.inf, target)

@@ -6,6 +6,7 @@ generation spread over its sparse steps. A budget of time is on the attention of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -89,6 +90,15 @@ class TimeModel:
                 "attention: give a larger budget of time, or fewer dense steps"
             )
         return limit
+
+    def refuse_too_quick(self, budget: float, mean: float) -> None:
+        """Raise if a generation takes more than the budget even with every head at its quickest, `mean` at sparse steps."""
+        least = self.whole(mean)
+        if least > budget:
+            raise HeartError(
+                f"no assignment takes as little as {budget:g} of a dense generation's attention time: the least that these "
+                f"points reach with {self.dense_steps} dense steps of {self.steps} is {math.ceil(least * 1e4) / 1e4:g}"
+            )
 
     def whole(self, mean: float) -> float:
         """The share of a dense generation's attention that a mean time of the sparse steps comes to."""

@@ -151,10 +151,8 @@ def _weighed(settings: Settings, phases: Phases, runner: Runner, document: dict[
 
 
 def case_of(pipe: Any, settings: Settings, phases: Phases, document: dict[str, Any]) -> Case:
-    """What the strategies work on; with a budget of time its table of costs."""
+    """What the strategies work on, with the table of costs: files of any budget can be solved again for one of time."""
     model = document["model"]
-    if settings.budget.kind != "time":
-        return Case(settings, model["layers"], model["heads"], phases)
     device = next(experts.chosen(pipe, settings.transformer).parameters()).device
     kernel = kernels.choose(None, torch.empty(1, 1, 1, model["head_dim"], device=device), settings.kernel)
     kind = cost_model.kind_of(device, kernel.name)
@@ -213,6 +211,7 @@ def to_file(case: Case, outcome: Outcome, verification: dict[str, Any], document
     settings, extra, call = case.settings, dict(outcome.extra), case.settings.call
     bands = extra.pop("bands", None)
     measured = {"grid": document["grid"], "generator": draws.GENERATOR, "guidance_scale": call.get("guidance_scale")}
+    measured |= {"budget": str(settings.budget)}
     if "served" in document:
         measured |= {"transformer": settings.transformer, "served": document["served"]}
     if case.times is not None:
