@@ -11,23 +11,29 @@ PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[dev]'
-	touch $(STAMP)
+	$(PIP) -e .
+	touch $@
+
+# A set of pyproject.toml's extras on top of it: each command installs what it needs and no more.
+$(STAMP)-%: $(STAMP)
+	$(PIP) -e '.[$*]'
+	touch $@
 
 demo: $(STAMP)
 	$(BIN)/heart demo --out heart-demo
 
-test: $(STAMP)
+test: $(STAMP)-test
 	$(BIN)/python -m pytest tests -m "not slow" -n auto --dist loadfile
 
-test-all: $(STAMP)
+# With the slow tests, and with real libraries where `make test` has stand-ins (Ray, cache-dit, quanto, peft, a browser).
+test-all: $(STAMP)-test-all
 	$(BIN)/python -m pytest tests -n auto --dist loadfile
 
 # Python 3.11 to 3.14 as far as they are installed, each with the oldest and the newest torch and diffusers that we promise.
 compat:
 	sh tools/compat.sh
 
-lint: $(STAMP)
+lint: $(STAMP)-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -38,7 +44,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/end_to_end.py
 
 # The paper's tables and figures on the embedded model; a stopped run goes on.
-reproduce: $(STAMP)
+reproduce: $(STAMP)-plots
 	$(BIN)/heart fetch-weights lpips
 	$(BIN)/heart study all --out runs/study --docs docs/reproduction.md
 	$(BIN)/heart ablate all --quick --steps 25 --seeds 0,1 --out runs/ablate --docs docs/reproduction.md
@@ -46,14 +52,14 @@ reproduce: $(STAMP)
 		--methods dense,xattention,xattention+tmr,xattention+heart,xattention+joint,svg2,svg2+tmr,svg2+heart,svg2+joint
 	$(BIN)/heart report runs/compare
 
-gpu-evidence: $(STAMP)
+gpu-evidence: $(STAMP)-test
 	$(BIN)/python benchmarks/gpu_evidence.py --write docs/gpu-evidence.md
 
 # Strict: a link, anchor or picture that leads nowhere fails the build (not with --quiet: it hides warnings from the count).
-docs: $(STAMP)
+docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-tiny: $(STAMP)
+tiny: $(STAMP)-test
 	$(BIN)/python -m tools.train_tiny
 
 clean:

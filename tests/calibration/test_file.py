@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import stand_ins
 import torch
 from diffusers import WanTransformer3DModel
 from hypothesis import HealthCheck, given, settings
@@ -314,12 +315,24 @@ def test_fingerprint_stays_through_what_users_do():
     assert file.fingerprint(model) == before
 
 
-def test_fingerprint_stays_with_lora():
-    peft = pytest.importorskip("peft")
+def peft(model):
+    config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["to_q", "to_v"])
+    model.add_adapter(config)
+
+
+@pytest.mark.parametrize("add", [stand_ins.lora, peft])
+def test_fingerprint_stays_with_lora(add):
     model = WanTransformer3DModel(**WAN)
     before = file.fingerprint(model)
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    add(model)
     assert file.fingerprint(model) == before
+
+
+def test_fingerprint_of_a_quantised_model_has_no_values():
+    model = WanTransformer3DModel(**WAN)
+    before = file.fingerprint(model)
+    stand_ins.int8(model)
+    assert file.fingerprint(model) == {**before, "values_digest": None}
 
 
 def test_check_refuses_another_model_and_force_overrides(tmp_path, wan):

@@ -9,6 +9,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import stand_ins
 import tiny_models as tiny
 import torch
 from diffusers import (
@@ -48,19 +49,19 @@ def generate(model, inputs=tiny.wan_inputs, names=("cond", "uncond")):
 
 
 # -- other people's hooks, weights and caches ------------------------------------------------------------
-def lora(model):
-    from peft import LoraConfig
-
+def peft(model):
+    """The library itself; `stand_ins.lora` does the same to a model."""
+    config = pytest.importorskip("peft").LoraConfig
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
+        model.add_adapter(config(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
 
 
 def quanto(model):
-    from optimum.quanto import freeze, qint8, quantize
-
-    quantize(model, weights=qint8)
-    freeze(model)
+    """The library itself; `stand_ins.int8` does the same to a model."""
+    library = pytest.importorskip("optimum.quanto")
+    library.quantize(model, weights=library.qint8)
+    library.freeze(model)
 
 
 def group_offload(model):
@@ -92,9 +93,11 @@ def cache(config):
 
 
 COMPOSED = {
-    "lora": lora,
+    "lora": stand_ins.lora,
+    "peft": peft,
     "fused qkv": lambda model: model.fuse_qkv_projections(),
-    "quanto int8": quanto,
+    "int8": stand_ins.int8,
+    "quanto": quanto,
     "group offload": group_offload,
     "leaf offload": leaf_offload,
     "sequential offload": sequential_offload,
@@ -133,7 +136,17 @@ def test_composes_before_and_after(name):
         assert seen.forwards[-1].generation == 1
 
 
-SPARSE = ["lora", "quanto int8", "group offload", "sequential offload", "layerwise casting", "magcache", "fused qkv"]
+SPARSE = [
+    "lora",
+    "peft",
+    "int8",
+    "quanto",
+    "group offload",
+    "sequential offload",
+    "layerwise casting",
+    "magcache",
+    "fused qkv",
+]
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -181,21 +194,22 @@ def test_fused_cogvideox_shares_one_processor_among_layers():
     assert torch.equal(tiny.run(model, given), expected) and len(seen.calls) == 2
 
 
-def test_cache_dit():
-    import cache_dit
+def cache_dit(model):
+    library = pytest.importorskip("cache_dit")
+    adapter = library.BlockAdapter(
+        transformer=model,
+        blocks=model.blocks,
+        forward_pattern=library.ForwardPattern.Pattern_2,
+        has_separate_cfg=True,
+    )
+    config = library.DBCacheConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=2, num_inference_steps=STEPS
+    )
+    library.enable_cache(adapter, cache_config=config)
 
-    def compose(model):
-        adapter = cache_dit.BlockAdapter(
-            transformer=model,
-            blocks=model.blocks,
-            forward_pattern=cache_dit.ForwardPattern.Pattern_2,
-            has_separate_cfg=True,
-        )
-        config = cache_dit.DBCacheConfig(
-            Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=2, num_inference_steps=STEPS
-        )
-        cache_dit.enable_cache(adapter, cache_config=config)
 
+@pytest.mark.parametrize("compose", [stand_ins.block_cache, cache_dit])
+def test_a_cache_that_puts_one_module_in_the_place_of_all_blocks(compose):
     compose(plain := tiny.wan(layers=3))
     expected = generate(plain)
     for first in (True, False):

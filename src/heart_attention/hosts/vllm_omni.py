@@ -4,7 +4,7 @@ vLLM-Omni has a fixed list of backends whose classes can be replaced. `register`
 TORCH_SDPA; it runs by itself, in every worker, as a plug-in of the entry-point group `vllm_omni.general_plugins`, when
 HEART_VLLM_OMNI names a preset, a config or a calibration:
 
-    HEART_VLLM_OMNI=wan2.1-14b-xattention vllm serve Wan-AI/Wan2.1-T2V-14B-Diffusers --omni \\
+    HEART_VLLM_OMNI=wan2.1-14b-xattention vllm serve Wan-AI/Wan2.1-T2V-14B-Diffusers --omni \
         --diffusion-attention-config '{"per_role": {"self": {"backend": "TORCH_SDPA"}}}'
 
 The step comes from the forward context, the layer from the module's prefix, grid and prefix tokens from the metadata's

@@ -56,6 +56,20 @@ def test_page_is_self_contained_and_escaped(folder):
     assert "attention 3.00× and the model" in text
 
 
+def test_the_script_finds_what_it_asks_for(folder):
+    """What can be said of the script without a browser: every element that it works on is there, once."""
+    text = report(folder).read_text()
+    page, script = text.split("<script>")
+    asked = set(re.findall(r'getElementById\("(\w+)"\)', script))
+    assert asked >= {"play", "seek", "diff", "player", "case", "tip"}
+    assert [name for name in asked if page.count(f'id="{name}"') != 1] == []
+    cases = page.split('class="case"')[1:]
+    assert len(cases) == 2
+    for case in cases:  # each method's figure has a video; all but dense have a canvas for the difference
+        assert case.count("<video") == len(METHODS) and case.count("<canvas") >= len(METHODS) - 1
+    assert "layer 0, head 0" in page and page.count("data-tip=") > 20
+
+
 def test_a_lost_video_is_one_sentence(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "r")
     next((tmp_path / "r" / "videos").glob("dense*.mp4")).unlink()
