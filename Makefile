@@ -38,10 +38,12 @@ lint: $(STAMP)-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Ratios are compared with benchmarks/results; `make bench STORE=--store` keeps the new ones.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/attention.py
-	$(BIN)/python benchmarks/predict.py
-	$(BIN)/python benchmarks/end_to_end.py
+	$(BIN)/python benchmarks/attention.py $(STORE)
+	$(BIN)/python benchmarks/predict.py $(STORE)
+	$(BIN)/python benchmarks/end_to_end.py $(STORE)
+	$(BIN)/python benchmarks/overhead.py $(STORE)
 
 # The paper's tables and figures on the embedded model; a stopped run goes on.
 reproduce: $(STAMP)-plots

@@ -1,6 +1,6 @@
 """Attention kernels against dense SDPA, as ratios from one run: best of interleaved repetitions.
 
-    python benchmarks/attention.py [--quick] [--json FILE] [--only blocks,small,...] [--threads 1,2]
+    python benchmarks/attention.py [--quick] [--json FILE] [--only blocks,small,...] [--threads 1,2] [--store]
 
 Speed is given as a share of the ideal: dense time / sparse time x density; 1 means that leaving out a share of the
 work saves exactly that share of dense SDPA's time. One thread is timed in processor time, which other programs on the
@@ -27,8 +27,10 @@ import torch.nn.functional as F
 
 from heart_attention import kernels
 from heart_attention.masks import BlockMask, ClusterMask
+from ratios import Ratio, add_arguments, settle
 
 DENSITIES = (0.1, 0.25, 0.5)
+HIGHER = ("of ideal", "x")  # units of which more is better
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -316,6 +318,12 @@ def show(rows: list[Row]) -> None:
         print(f"  worst {min(values):.3f}, median {statistics.median(values):.3f}, best {max(values):.3f}", flush=True)
 
 
+def ratio(row: Row) -> Ratio:
+    """A line as it is stored."""
+    name = f"{row.table}, {row.case}, density {row.density:.2f}, threads {row.threads}"
+    return Ratio(name, row.value, row.unit, row.unit in HIGHER)
+
+
 def main() -> None:
     """Run the tables asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -323,6 +331,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     parser.add_argument("--only", default=",".join(TABLES), help=f"of {','.join(TABLES)}")
     parser.add_argument("--threads", default="1,2", help="thread counts; tables but blocks use the first only")
+    add_arguments(parser)
     args = parser.parse_args()
     counts = [int(count) for count in args.threads.split(",")]
     rows: list[Row] = []
@@ -337,6 +346,7 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=1)
+    settle("attention", [ratio(row) for row in rows], args.store)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from heart_attention.evaluation.studies.common import spearman
 from heart_attention.execution.executor import LocalExecutor
 from heart_attention.online import reuse
 from heart_attention.presets import preset
+from ratios import Ratio, add_arguments, settle
 
 PARTS = ("skip", "gradient", "compare", "video", "cost")
 LARGE = {"Wan2.1-1.3B": (30, 12), "Wan2.1-14B": (40, 40), "HunyuanVideo-13B": (60, 24)}
@@ -300,6 +301,20 @@ def cost(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ratios(parts: dict[str, Any], label: str) -> list[Ratio]:
+    """What is stored of one model's parts."""
+    found = []
+    if "skip" in parts:
+        found.append(Ratio(f"cached inputs, {label}", parts["skip"]["speedup"], "x of whole forwards"))
+    if "gradient" in parts:
+        found.append(Ratio(f"rank of gradients, {label}", parts["gradient"]["spearman"], "Spearman with exact probes"))
+    for name, row in parts.get("compare", {"rows": {}})["rows"].items():
+        found.append(Ratio(f"{name}, {label}", row["held_out_vs_shared"], "of the shared threshold's error", False))
+    if "cost" in parts:
+        found.append(Ratio(f"cost, {label}", parts["cost"]["share_here"], "of the paper's forwards", False))
+    return found
+
+
 def main() -> None:
     """Measure what is asked for; print a JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -318,6 +333,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--control", action="store_true", help="the random-weight model too, where that is meaningful")
     parser.add_argument("--threads", type=int)
+    add_arguments(parser)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -346,6 +362,8 @@ def main() -> None:
         found[model] = mine
     args.work.mkdir(parents=True, exist_ok=True)
     (args.work / "figures.json").write_text(json.dumps(found, indent=1))
+    if args.model == "tiny":
+        settle("calibrate", ratios(found[args.model], f"{args.backbone}, {args.size}"), args.store)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import heart_attention as heart
 from heart_attention import token_order
 from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
+from ratios import Ratio, add_arguments, settle
 
 
 def now() -> float:
@@ -293,7 +294,12 @@ def _against_raster(runs: list[dict]) -> list[dict]:
 # ---------------------------------------- printing
 
 
-def print_costs(rows: Iterator[dict]) -> None:
+def ratio(row: dict, threads: int) -> Ratio:
+    """A cost as it is stored."""
+    return Ratio(f"{row['what']}, threads {threads}", row["value"], row["unit"], higher=False)
+
+
+def print_costs(rows: list[dict]) -> None:
     """One line a cost, beside its bar."""
     for r in rows:
         verdict = "ok" if r["value"] <= r["bar"] else "OVER"
@@ -346,14 +352,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.order:
         study = order_study(args.model, args.quick, args.steps, args.prompts, not args.no_quality)
         print(json.dumps(study, indent=1)) if args.json else print_order(study)
-    else:
-        rows = costs(args.repeats)
-        print(json.dumps(list(rows), indent=1)) if args.json else print_costs(rows)
+        return
+    rows = list(costs(args.repeats))
+    print(json.dumps(rows, indent=1)) if args.json else print_costs(rows)
+    if not args.json:
+        settle("end_to_end", [ratio(r, args.threads) for r in rows if "µs" not in r["unit"]], args.store)
 
 
 if __name__ == "__main__":

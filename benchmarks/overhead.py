@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ratios import Ratio, add_arguments, settle
 from small_wan import small_wan
 
 ROUNDS, SLICE = 3000, 4  # calls are timed a few at a time, so that some slices go undisturbed
@@ -60,6 +61,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = passing_through()
@@ -68,6 +70,9 @@ def main() -> None:
         return
     for what, cost in result.items():
         print(f"{what:24} {cost:6.1f} µs a call")
+    plain = result["without HEART"]
+    shares = {name: 1 + result[f"added by {name}"] / plain for name in ("interception", "heart")}
+    settle("overhead", [Ratio(name, share, "of a plain call", False) for name, share in shares.items()], args.store)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 python benchmarks/predict.py            # N = 8,192 and 32,760 (some minutes), one thread
 python benchmarks/predict.py --quick    # N = 8,192 alone
 python benchmarks/predict.py --json     # for machines
+python benchmarks/predict.py --store    # keep the ratios for later runs to compare with
 
 Everything that is compared runs in turn, several times, and the best of each counts. With one thread the time
 is the process's own CPU time, so that a busy machine disturbs little.
@@ -23,6 +24,7 @@ from torch import Tensor
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.kernels.ops import native as native
 from heart_attention.online import reuse
+from ratios import Ratio, add_arguments, settle
 
 HEADS, WIDTH = 4, 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -146,6 +148,18 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def ratios(results: dict[str, Any]) -> list[Ratio]:
+    """What is stored of it."""
+    found, threads = [], results["threads"]
+    for row in results["xattention"]:
+        for part in ("prediction", "prediction_strided", "selection", "drift"):
+            name = f"{part.replace('_', ' ')}, N={row['tokens']} {row['inputs']}, threads {threads}"
+            found.append(Ratio(name, row[f"{part}_percent"], "% of dense", higher=False))
+    for row in results["kmeans"]:
+        found.append(Ratio(f"k-means, {row['clusters']}, threads {threads}", row["speedup"], "x of plain PyTorch"))
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -155,6 +169,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-kmeans", action="store_true", help="leave the k-means table out")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     lengths = args.tokens or ([8192] if args.quick else [8192, 32760])
@@ -171,6 +186,7 @@ def main() -> None:
     print(table("XAttention prediction, selection and drift, percent of dense SDPA", results["xattention"]))
     if results["kmeans"]:
         print(table("k-means, 2 iterations at N=8,192, against plain PyTorch", results["kmeans"]))
+    settle("predict", ratios(results), args.store)
 
 
 if __name__ == "__main__":
