@@ -45,6 +45,7 @@ def register(commands) -> None:
     study.add_argument("which", choices=[*STUDIES, "all"], help="which study")
     add_run_arguments(study, "runs/study")
     add_device(study)
+    add_cluster(study)
     study.add_argument("--seed", type=int, default=0, help="of the layer, the rows and the noise that are drawn")
     study.add_argument(
         "--control", action=argparse.BooleanOptionalAction, default=None,
@@ -121,14 +122,14 @@ def run_study(args: argparse.Namespace) -> int:
     from ..evaluation.studies import runner
 
     _check(args)
-    embedded = args.model in pipelines.TINY
+    embedded, cluster = args.model in pipelines.TINY, cluster_of(args)
     prompts = read_prompts(args, "demo", 2)
     pipe = pipelines.load(args.model, args.dtype, args.device)
     steps = args.steps or (12 if embedded else 50)
     call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, steps, args.quick)
     wanted = list(STUDIES) if args.which == "all" else [args.which]
     control = embedded if args.control is None else args.control
-    made = runner.run(wanted, pipe, control, call, prompts, Path(args.out), args.seed)
+    made = runner.run(wanted, pipe, control, call, prompts, Path(args.out), args.seed, cluster)
     _fill_docs(args, studies=args.out)
     if args.json:
         print(json.dumps(made, indent=1))

@@ -45,7 +45,7 @@ CONFIGS = {"xattention": HeartConfig(XAttention(8, 64)), "svg2": HeartConfig(SVG
 @pytest.fixture(scope="module")
 def table(tiny_pipe, small_call):
     call = {**small_call, "num_inference_steps": 4}
-    return adjacent.collect(tiny_pipe, CONFIGS, call, ["a red circle moves right on a blue background"])
+    return adjacent.collect(tiny_pipe, CONFIGS, call, "a red circle moves right on a blue background")
 
 
 def test_one_pass_measures_everything(table, tiny_pipe):
@@ -60,14 +60,11 @@ def test_one_pass_measures_everything(table, tiny_pipe):
     assert (table.mean_drift <= table.full_drift + 1e-4).all() and (table.full_drift > 0).all()
 
 
-def test_the_table_survives_the_disk_and_is_not_measured_twice(table, tiny_pipe, small_call, tmp_path, monkeypatch):
-    again = adjacent.Table.from_dict(table.to_dict())
-    np.testing.assert_allclose(again.token_iou, table.token_iou, atol=1e-6)
-    monkeypatch.setattr(adjacent, "collect", lambda *a: table)
-    first = adjacent.cached(tiny_pipe, small_call, ["p"], tmp_path, "trained")
-    monkeypatch.setattr(adjacent, "collect", lambda *a: pytest.fail("measured again"))
-    second = adjacent.cached(tiny_pipe, small_call, ["p"], tmp_path, "trained")
-    np.testing.assert_allclose(first.density["svg2"], second.density["svg2"], atol=1e-6)
+def test_the_tables_of_prompts_are_one_table(table):
+    again = adjacent.Table.from_dicts([table.to_dict(), table.to_dict()])
+    assert again.token_iou.shape[0] == 2 and again.density["svg2"].shape[0] == 2
+    np.testing.assert_allclose(again.token_iou[1], table.token_iou[0], atol=1e-6)
+    np.testing.assert_allclose(again.mask_iou["xattention"][0], table.mask_iou["xattention"][0], atol=1e-6)
 
 
 @pytest.mark.parametrize("study", [iou, drift, timesteps], ids=lambda m: m.__name__.split(".")[-1])

@@ -16,11 +16,22 @@ def test_noise_lies_in_its_band_and_has_its_size(band):
     assert noise.norm() / like.norm() == pytest.approx(0.1, rel=1e-4)
 
 
-def test_perturbed_pipeline(tiny_pipe, small_call, tmp_path):
+def test_a_perturbed_pipeline_is_given_back_and_its_harm_is_measured(tiny_pipe, small_call):
     call = {**small_call, "num_inference_steps": 3}
-    prompts = ["a red circle moves right on a blue background"]
     before = list(tiny_pipe.transformer._forward_hooks)
-    found = frequency.measure(tiny_pipe, call, prompts, 0.3, names=("psnr",))
-    assert list(tiny_pipe.transformer._forward_hooks) == before
-    assert set(found) == set(BANDS) and all(5 < found[b]["psnr"] < 60 for b in BANDS)
-    assert "Paper: LL 28.19" in frequency._paragraph(found, found, 0.3)
+    text = "a red circle moves right on a blue background"
+    weak, strong = (frequency.measure(tiny_pipe, text, 0, call, size, ["psnr"], 0) for size in (0.03, 0.3))
+    assert list(tiny_pipe.transformer._forward_hooks) == before and set(weak) == set(BANDS)
+    for band in BANDS:  # ten times the noise takes off up to 20 dB; a nonlinear model leaves some of that
+        assert 8 < weak[band]["psnr"] - strong[band]["psnr"] < 26, band
+
+
+def test_prompts_are_averaged_and_the_paragraph_says_whose_order_it_is(tmp_path):
+    def of(*psnr):
+        return {band: {"psnr": value} for band, value in zip(BANDS, psnr)}
+
+    made = frequency.run([of(28, 29, 30, 31), of(30, 31, 32, 33)], [of(40, 40, 40, 40)], tmp_path)
+    assert made["trained"]["LL"]["psnr"] == 29 and made["control"]["HH"]["psnr"] == 40
+    assert "LL < LH < HL < HH, the paper's order" in made["finding"] and "Paper: LL 28.19" in made["finding"]
+    other = frequency.run([of(31, 30, 29, 28)], None, tmp_path)
+    assert "HH < HL < LH < LL, not the paper's order" in other["finding"] and "Random" not in other["finding"]

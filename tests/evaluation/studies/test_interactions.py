@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from models_for_tests import CALL, wan_context, wan_pipe
 
+from heart_attention import HeartConfig
 from heart_attention.backbones import XAttention
 from heart_attention.calibration.measure import probes, velocity_error
 from heart_attention.calibration.measure.candidates import Spec
@@ -41,14 +41,15 @@ def test_orthogonal_errors_have_no_cosine_and_equal_ones_have_one():
     assert told == pytest.approx({"within": 1.0, "between": 1.0})
 
 
-def test_the_study_writes_numbers_figure_and_paragraph(tmp_path):
+def test_the_study_writes_numbers_figure_and_paragraph(tmp_path, monkeypatch):
     logging.getLogger("diffusers").setLevel(logging.ERROR)
-    pipe = wan_pipe(layers=1)
-    control = lambda: contextlib.nullcontext(wan_pipe(layers=1, seed=5))  # noqa: E731
-    made = interactions.run(
-        pipe, control, tmp_path, call=CALL, prompts=["a cat"], backbone=XAttention(4, 8), contexts=1,
-        orders=1, dense_steps=2,
-    )  # fmt: skip
+    config = HeartConfig(XAttention(4, 8))
+    monkeypatch.setattr("heart_attention.presets.preset", lambda name, pipe: config)
+    sides = []
+    for pipe in (wan_pipe(layers=1), wan_pipe(layers=1, seed=5)):
+        planned = interactions.plan(CALL, ["a cat"], 0, False)[:1]
+        sides.append([interactions.measure(pipe, "a cat", p, **settings) for p, settings in planned])
+    made = interactions.run(json.loads(json.dumps(sides[0])), sides[1], tmp_path)
     assert made["trained"]["heads"] == [1, 2] and len(made["random"]["ratio"]) == 2
     stored = json.loads((tmp_path / "interactions.json").read_text())
     assert f"{stored['trained']['ratio'][-1]:.2f} times the sum" in stored["finding"]

@@ -8,15 +8,11 @@ the paper's backbones, on the same rows.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...files import read_json, write_json
 from ...online.predict import predict
 from ...online.reuse import drift, features
 from ..watch import watch
@@ -48,12 +44,13 @@ class Table:
         return plain
 
     @classmethod
-    def from_dict(cls, data: dict) -> Table:
-        """From what `to_dict` gave."""
+    def from_dicts(cls, parts: list[dict]) -> Table:
+        """From what `to_dict` gave, one after the other."""
         by_backbone: dict[str, Any] = {
-            n: {k: np.asarray(v, float) for k, v in data[n].items()} for n in ("mask_iou", "density")
+            n: {k: np.concatenate([np.asarray(part[n][k], float) for part in parts]) for k in parts[0][n]}
+            for n in ("mask_iou", "density")
         }
-        arrays: dict[str, Any] = {name: np.asarray(data[name], float) for name in ARRAYS}
+        arrays: dict[str, Any] = {n: np.concatenate([np.asarray(part[n], float) for part in parts]) for n in ARRAYS}
         return cls(**arrays, **by_backbone)
 
 
@@ -136,31 +133,23 @@ def full_drift(x: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def collect(
-    pipe: Any, configs: dict[str, Any], call: dict, prompts: list[str], seed: int = 0, threshold: float = 0.9
+    pipe: Any, configs: dict[str, Any], call: dict, prompt: str, seed: int = 0, rows: int = 0, threshold: float = 0.9
 ) -> Table:
-    """Dense generations of all prompts, measured."""
-    parts = []
-    for i, prompt in enumerate(prompts):
-        collector = _Collector(configs, threshold, seed)
-        watch(pipe, collector, [prompt], seed + i, call)
-        parts.append(collector)
-
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([part.array(name) for part in parts])
-
-    by_backbone: dict[str, Any] = {n: {b: stacked(f"{n} {b}") for b in configs} for n in ("mask_iou", "density")}
-    arrays: dict[str, Any] = {name: stacked(name) for name in ARRAYS}
+    """One dense generation, measured; `seed` is of its noise, `rows` of the query rows that are looked at."""
+    collector = _Collector(configs, threshold, rows)
+    watch(pipe, collector, [prompt], seed, call)
+    by_backbone: dict[str, Any] = {
+        n: {b: collector.array(f"{n} {b}")[None] for b in configs} for n in ("mask_iou", "density")
+    }
+    arrays: dict[str, Any] = {name: collector.array(name)[None] for name in ARRAYS}
     return Table(**arrays, **by_backbone)
 
 
-def cached(pipe: Any, call: dict, prompts: list[str], folder: str | Path, name: str, seed: int = 0) -> Table:
-    """The same with the paper's backbones, taken from `folder` if it was measured there with the same settings."""
-    configs = common.configs(pipe)
-    settings = {n: c.to_dict() for n, c in configs.items()}
-    key = json.dumps([call, prompts, seed, settings, name, ROWS], sort_keys=True, default=str)
-    path = Path(folder) / f"adjacent-{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
-    if path.is_file():
-        return Table.from_dict(read_json(path, limit=1 << 30))
-    table = collect(pipe, configs, call, prompts, seed)
-    write_json(path, table.to_dict())
-    return table
+def plan(call: dict, prompts: list[str], seed: int, control: bool) -> list[tuple[int, dict]]:
+    """All prompts; the control has one."""
+    return [(i, {"call": call, "seed": seed, "rows": ROWS}) for i in range(1 if control else len(prompts))]
+
+
+def measure(pipe: Any, text: str, prompt: int, call: dict, seed: int, rows: int) -> dict:
+    """One prompt with the paper's backbones."""
+    return collect(pipe, common.configs(pipe), call, text, seed + prompt, seed).to_dict()

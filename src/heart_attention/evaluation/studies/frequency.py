@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from .. import metrics, video
 from .common import save
 
 PAPER = {"LL": 28.19, "LH": 29.58, "HL": 29.85, "HH": 30.35}  # PSNR in dB, Wan2.1-1.3B
+SIZE = 0.1  # of the noise, in norms of the velocity
 
 
 def band_noise(like: torch.Tensor, band: int, size: float, generator: torch.Generator) -> torch.Tensor:
@@ -54,17 +56,25 @@ def _generate(pipe, call: dict, prompt: str, seed: int):
     return video.to_uint8(pipe(prompt, generator=generator, output_type="np", **call).frames[0])
 
 
-def measure(pipe, call: dict, prompts: list[str], size: float, names=("psnr", "ssim"), seed: int = 0) -> dict:
-    """Mean metrics of the perturbed videos against the unperturbed, by band."""
-    totals: dict = {band: dict.fromkeys(names, 0.0) for band in BANDS}
-    for i, prompt in enumerate(prompts):
-        reference = _generate(pipe, call, prompt, seed + i)
-        for b, band in enumerate(BANDS):
-            with perturbed(pipe, b, size, seed + i):
-                frames = _generate(pipe, call, prompt, seed + i)
-            for name, value in metrics.compare(frames, reference, names).items():
-                totals[band][name] += value / len(prompts)
-    return totals
+def plan(call: dict, prompts: list[str], seed: int, control: bool) -> list[tuple[int, dict]]:
+    """All prompts; the control has one."""
+    settings = {"call": call, "size": SIZE, "names": metrics.defaults(), "seed": seed}
+    return [(i, settings) for i in range(1 if control else len(prompts))]
+
+
+def measure(pipe: Any, text: str, prompt: int, call: dict, size: float, names: Sequence[str], seed: int) -> dict:
+    """Metrics of the perturbed videos of one prompt against the unperturbed, by band."""
+    reference, found = _generate(pipe, call, text, seed + prompt), {}
+    for b, band in enumerate(BANDS):
+        with perturbed(pipe, b, size, seed + prompt):
+            frames = _generate(pipe, call, text, seed + prompt)
+        found[band] = metrics.compare(frames, reference, tuple(names))
+    return found
+
+
+def _mean(parts: list[dict]) -> dict:
+    """The mean over prompts, by band and metric."""
+    return {b: {m: sum(p[b][m] for p in parts) / len(parts) for m in parts[0][b]} for b in BANDS}
 
 
 def _paragraph(ours: dict, control: dict | None, size: float) -> str:
@@ -84,13 +94,9 @@ def _paragraph(ours: dict, control: dict | None, size: float) -> str:
     return f"{text} Random weights: {listed}."
 
 
-def run(pipe: Any, control: Any, call: dict, prompts: list[str], out: Any, size: float = 0.1, seed: int = 0) -> dict:
+def run(trained: list[dict], control: list[dict] | None, out: Any, seed: int = 0) -> dict:
     """Numbers, figure and paragraph."""
-    names = metrics.defaults()
-    ours, theirs = measure(pipe, call, prompts, size, names, seed), None
-    if control is not None:
-        with control() as other:
-            theirs = measure(other, call, prompts[:1], size, names, seed)
+    ours, theirs = _mean(trained), None if control is None else _mean(control)
 
     def draw(plt):
         figure, axis = plt.subplots(figsize=(6, 4))
@@ -102,5 +108,5 @@ def run(pipe: Any, control: Any, call: dict, prompts: list[str], out: Any, size:
         axis.legend()
         return figure
 
-    numbers = {"size": size, "trained": ours, "control": theirs, "paper": PAPER}
-    return save(out, "frequency", numbers, _paragraph(ours, theirs, size), draw)
+    numbers = {"size": SIZE, "trained": ours, "control": theirs, "paper": PAPER}
+    return save(out, "frequency", numbers, _paragraph(ours, theirs, SIZE), draw)

@@ -16,73 +16,54 @@ from ...calibration.measure.candidates import DENSE, Spec
 from ...calibration.measure.replay import Replay
 from .common import save
 
+THRESHOLD = 0.9
+CONTEXTS, ORDERS = 2, 2  # (prompt, step) pairs; random orders in which heads are added
+DENSE_STEPS = 5
 
-def run(
-    pipe: Any,
-    control: Any,
-    out: str | Path,
-    call: dict[str, Any] | None = None,
-    prompts: list[str] | None = None,
-    backbone: Any = None,
-    threshold: float = 0.9,
-    contexts: int = 2,
-    orders: int = 2,
-    seed: int = 0,
-    dense_steps: int = 5,
-) -> dict[str, Any]:
-    """Measure the trained model and, if given, the random-weight control; writes numbers, figure and paragraph.
 
-    Args:
-        call, prompts: how generations are made; None: the embedded model's quick size and its own prompts.
-        backbone: None: the preset's for XAttention.
-        contexts: (prompt, step) pairs.  orders: random orders in which heads are added.
-    """
-    from ... import tiny
+def plan(call: dict, prompts: list[str], seed: int, control: bool) -> list[tuple[int, dict]]:
+    """The drawn (prompt, step) pairs, the same ones for the control."""
+    intervals = draws.strata(call["num_inference_steps"], "sparse", min(DENSE_STEPS, call["num_inference_steps"] - 1))
+    count = min(CONTEXTS, len(prompts) * sum(b - a + 1 for a, b in intervals))
+    drawn = draws.contexts(seed, "interactions", len(prompts), intervals, count)
+    return [(prompt, {"call": call, "step": step, "orders": ORDERS, "seed": seed}) for prompt, step in drawn]
+
+
+def measure(pipe: Any, text: str, prompt: int, call: dict, step: int, orders: int, seed: int) -> dict:
+    """One context: isolated errors with their cosines, joint errors of growing sets of heads."""
     from ...presets import preset
 
-    call, prompts = dict(call or tiny.QUICK), list(prompts or tiny.prompts("calibration")[:contexts])
     config = preset("xattention", pipe)
-    spec = Spec.of(backbone or config.backbone, (threshold,), config.order, scale_clusters=config.scale_clusters)
-    numbers: dict[str, Any] = {"threshold": threshold, "backbone": spec.points[0].backbone.to_dict(), "call": call}
-    settings = (spec, call, prompts, contexts, orders, seed, dense_steps)
-    numbers["trained"] = _measure(pipe, *settings)
+    spec = Spec.of(config.backbone, (THRESHOLD,), config.order, scale_clusters=config.scale_clusters)
+    kept: list[trajectory.Context] = []
+    with Replay(pipe.transformer, pipe.scheduler) as replay:
+        trajectory.record(pipe, replay, prompt, text, [step], call, seed, kept.append)
+        found = _context(replay, kept[0], spec, orders, seed)
+    numbers = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
+    return {**numbers, "context": [prompt, step], "backbone": spec.points[0].backbone.to_dict()}
+
+
+def run(trained: list[dict], control: list[dict] | None, out: str | Path, seed: int = 0) -> dict[str, Any]:
+    """Numbers, figure and paragraph of the trained model and, if given, the random-weight control."""
+    numbers: dict[str, Any] = {"threshold": THRESHOLD, "backbone": trained[0]["backbone"], "trained": _summary(trained)}
     if control is not None:
-        with control() as other:
-            numbers["random"] = _measure(other, *settings)
+        numbers["random"] = _summary(control)
     return save(out, "interactions", numbers, paragraph(numbers), lambda plt: _draw(plt, numbers))
 
 
-def _measure(
-    pipe: Any, spec: Spec, call: dict, prompts: list[str], contexts: int, orders: int, seed: int, dense_steps: int
-) -> dict[str, Any]:
-    steps = int(call.get("num_inference_steps", 50))
-    drawn = draws.contexts(seed, "interactions", len(prompts), draws.strata(steps, "sparse", dense_steps), contexts)
-    with Replay(pipe.transformer, pipe.scheduler) as replay:
-        found = _record(pipe, replay, prompts, drawn, call, seed)
-        each = [_context(replay, c, spec, orders, seed) for c in found]
-    sizes = each[0]["sizes"]
-    joint = np.mean([e["joint"] for e in each], axis=(0, 1))  # over contexts and orders, [sizes]
-    additive = np.mean([e["additive"] for e in each], axis=(0, 1))
+def _summary(each: list[dict]) -> dict[str, Any]:
+    joint, additive = (np.array([e[name] for e in each]) for name in ("joint", "additive"))  # [contexts, orders, sizes]
+    mean_joint, mean_additive = joint.mean((0, 1)), additive.mean((0, 1))
     return {
-        "heads": sizes,
-        "joint": joint.tolist(),
-        "additive": additive.tolist(),
-        "ratio": (joint / additive).tolist(),
-        "ratio_by_context": [float(np.mean(e["joint"][:, -1] / e["additive"][:, -1])) for e in each],
+        "heads": each[0]["sizes"],
+        "joint": mean_joint.tolist(),
+        "additive": mean_additive.tolist(),
+        "ratio": (mean_joint / mean_additive).tolist(),
+        "ratio_by_context": (joint[..., -1] / additive[..., -1]).mean(1).tolist(),
         "cosine_within_layer": float(np.mean([e["within"] for e in each])),
         "cosine_between_layers": float(np.mean([e["between"] for e in each])),
-        "contexts": [list(c) for c in drawn],
+        "contexts": [e["context"] for e in each],
     }
-
-
-def _record(pipe: Any, replay: Replay, prompts: list[str], drawn: list, call: dict, seed: int) -> list:
-    found: dict[tuple[int, int], trajectory.Context] = {}
-    for prompt in sorted({p for p, _ in drawn}):
-        wanted = [s for p, s in drawn if p == prompt]
-        trajectory.record(
-            pipe, replay, prompt, prompts[prompt], wanted, call, seed, lambda c: found.update({(c.prompt, c.step): c})
-        )
-    return [found[at] for at in drawn]
 
 
 def _context(replay: Replay, context: Any, spec: Spec, orders: int, seed: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,20 @@ from . import common
 TAUS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 
 
-def measure(pipe, config, call: dict, prompts: list[str], steps: list[int], seed: int = 0, taus=TAUS) -> dict:
+def plan(call: dict, prompts: list[str], seed: int, control: bool) -> list[tuple[int, dict]]:
+    """One prompt at an early and a late step (the control: the early one), for every backbone that the paper has."""
+    count = call["num_inference_steps"]
+    steps = [count // 3] if control else [count // 3, 4 * count // 5]
+    return [(0, {"call": call, "steps": steps, "backbone": b, "seed": seed}) for b in common.PAPER_BACKBONES]
+
+
+def measure(pipe: Any, text: str, prompt: int, call: dict, steps: list[int], backbone: str, seed: int) -> dict:
+    """The answers of all heads to the thresholds, one prompt and one backbone."""
+    found = answers(pipe, common.configs(pipe, [backbone])[backbone], call, text, steps, seed, prompt)
+    return {"backbone": backbone, **{name: np.round(values, 12).tolist() for name, values in found.items()}}
+
+
+def answers(pipe, config, call: dict, text: str, steps: list[int], seed: int = 0, prompt: int = 0, taus=TAUS) -> dict:
     """Arrays [layer, head, τ]: attention-output error, velocity error (4-band spectral) and sparsity, mean over contexts."""
     from ...calibration.measure.candidates import Spec
     from ...calibration.measure.probes import probe
@@ -22,20 +34,18 @@ def measure(pipe, config, call: dict, prompts: list[str], steps: list[int], seed
     from ...calibration.measure.velocity_error import by_name
     from ...models.inspect import layers_and_heads, transformers_of
 
-    names = {"attention": [], "error": [], "sparsity": []}
+    names: dict[str, list] = {"attention": [], "error": [], "sparsity": []}
     spec = Spec.of(config.backbone, tuple(taus), scale_clusters=config.scale_clusters)
-    measure_error = by_name("spectral")
+    measure_error, contexts = by_name("spectral"), []
     transformer = transformers_of(pipe)[0]
     heads = layers_and_heads(transformer)[1]
     with Replay(transformer, scheduler=pipe.scheduler) as replay:
-        for i, prompt in enumerate(prompts):
-            contexts: list = []
-            record(pipe, replay, i, prompt, steps, call, seed, contexts.append)
-            for context in contexts:
-                wanted = {layer: range(heads) for layer in range(len(replay.layers))}
-                found = dict(probe(replay, context.conditional(), wanted, spec, measure_error, null=False))
-                for name, values in names.items():
-                    values.append([[found[lay]["heads"][str(h)][name] for h in some] for lay, some in wanted.items()])
+        record(pipe, replay, prompt, text, steps, call, seed, contexts.append)
+        for context in contexts:
+            wanted = {layer: range(heads) for layer in range(len(replay.layers))}
+            found = dict(probe(replay, context.conditional(), wanted, spec, measure_error, null=False))
+            for name, values in names.items():
+                values.append([[found[lay]["heads"][str(h)][name] for h in some] for lay, some in wanted.items()])
     return {name: np.mean(values, axis=0) for name, values in names.items()}
 
 
@@ -48,7 +58,7 @@ def _summary(found: dict) -> dict:
         "sparsity_min": float(sparsity.min()),
         "sparsity_max": float(sparsity.max()),
         "rank_agreement_local_velocity": spearman(local, error),
-        **{k: np.round(v, 12).tolist() for k, v in found.items()},
+        **{k: v.tolist() for k, v in found.items()},
     }
 
 
@@ -67,26 +77,18 @@ def _paragraph(name: str, ours: dict, control: dict | None) -> str:
     )
 
 
-def run(
-    pipe: Any,
-    control: Any,
-    call: dict,
-    prompts: list[str],
-    out: Any,
-    steps: list[int],
-    seed: int = 0,
-    names: Sequence[str] = (),
-) -> dict:
-    """Numbers, figure and paragraph, for every backbone that the paper has (or those of these names)."""
-    raw = {n: measure(pipe, c, call, prompts, steps, seed) for n, c in common.configs(pipe, names).items()}
-    ours, theirs = {n: _summary(values) for n, values in raw.items()}, None
-    if control is not None:
-        with control() as other:
-            chosen = common.configs(other, names).items()
-            theirs = {n: _summary(measure(other, c, call, prompts[:1], steps[:1], seed)) for n, c in chosen}
+def run(trained: list[dict], control: list[dict] | None, out: Any, seed: int = 0) -> dict:
+    """Numbers, figure and paragraph, for every backbone that was measured."""
+    raw = {part["backbone"]: _arrays(part) for part in trained}
+    ours = {name: _summary(values) for name, values in raw.items()}
+    theirs = {part["backbone"]: _summary(_arrays(part)) for part in control} if control else None
     text = " ".join(_paragraph(n, values, theirs and theirs[n]) for n, values in ours.items())
     numbers = {"taus": TAUS, "trained": ours, "control": theirs}
     return common.save(out, "response", numbers, text, lambda plt: _draw(plt, raw))
+
+
+def _arrays(part: dict) -> dict[str, np.ndarray]:
+    return {name: np.asarray(values, float) for name, values in part.items() if name != "backbone"}
 
 
 def _draw(plt: Any, raw: dict[str, dict]) -> Any:

@@ -1,62 +1,77 @@
-"""Runs the studies that are wanted, sharing what they can, in one folder."""
+"""Runs the studies that are wanted, sharing what they can, in one folder: measurements first, then what they show."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import pipelines
-from . import adjacent, drift, frequency, interactions, iou, response, timesteps
+from .. import run as comparisons
+from ..cases import Cluster
+from . import adjacent, common, drift, frequency, interactions, iou, response, timesteps
+from .tasks import Measurement, measured
 
-TOGETHER = {"iou": iou.run, "drift": drift.run, "timesteps": timesteps.run}  # one pass over the generations serves them
-Control = Callable[[], contextlib.AbstractContextManager[Any]]
+# What is measured: the function, and what it is asked of the trained model or the control.
+MEASURES: dict[str, Any] = {m.__name__.rpartition(".")[2]: m for m in (adjacent, response, frequency, interactions)}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study is made of: the measurements' kind, and what turns those of both sides into a finding."""
+
+    kind: str
+    finding: Callable[[list[dict], list[dict] | None, Path, int], dict]
+
+
+def _of_tables(study: Callable[..., dict]) -> Callable[[list[dict], list[dict] | None, Path, int], dict]:
+    """A study that reads tables of neighbouring steps."""
+
+    def finding(trained: list[dict], control: list[dict] | None, out: Path, seed: int) -> dict:
+        tables = (None if side is None else adjacent.Table.from_dicts(side) for side in (trained, control))
+        return study(*tables, out, seed)
+
+    return finding
+
+
+STUDIES = {
+    "iou": Study("adjacent", _of_tables(iou.run)),
+    "drift": Study("adjacent", _of_tables(drift.run)),
+    "timesteps": Study("adjacent", _of_tables(timesteps.run)),
+    "response": Study("response", response.run),
+    "frequency": Study("frequency", frequency.run),
+    "interactions": Study("interactions", interactions.run),
+}
 
 
 def run(
-    wanted: Sequence[str], pipe: Any, control: bool, call: dict, prompts: list[str], out: Path, seed: int = 0
-) -> dict[str, dict]:
+    wanted: Sequence[str], pipe: Any, control: bool, call: dict, prompts: list[str], out: Path, seed: int = 0,
+    cluster: Cluster | None = None,
+) -> dict[str, dict]:  # fmt: skip
     """Name → finding; with `control`, each study is also made with random weights."""
-    other: Control | None = (lambda: random_weights(pipe)) if control else None
-    steps = call["num_inference_steps"]
-    runs: dict[str, Callable[[], dict]] = {
-        "response": lambda: response.run(pipe, other, call, prompts[:1], out, [steps // 3, 4 * steps // 5], seed),
-        "frequency": lambda: frequency.run(pipe, other, call, prompts, out, seed=seed),
-        "interactions": lambda: interactions.run(pipe, other, out, call=call, prompts=prompts, seed=seed),
+    kinds = list(dict.fromkeys(STUDIES[name].kind for name in wanted))
+    tasks = {(kind, side): _tasks(pipe, kind, side, call, prompts, seed) for kind in kinds for side in (False, control)}
+    everything = [task for some in tasks.values() for task in some]
+    found = measured(everything, pipe, {name: m.measure for name, m in MEASURES.items()}, out, cluster)
+
+    def side(kind: str, of_control: bool) -> list[dict]:
+        return [found[task] for task in tasks[kind, of_control]]
+
+    return {
+        name: STUDIES[name].finding(
+            side(STUDIES[name].kind, False), side(STUDIES[name].kind, True) if control else None, out, seed
+        )
+        for name in wanted
     }
-    if any(name in TOGETHER for name in wanted):
-        tables = _adjacent(pipe, other, call, prompts, out, seed)
-        runs |= {name: lambda study=study: study(*tables, out, seed) for name, study in TOGETHER.items()}
-    return {name: runs[name]() for name in wanted}
 
 
-def _adjacent(pipe: Any, control: Control | None, call: dict, prompts: list[str], out: Path, seed: int) -> tuple:
-    trained = adjacent.cached(pipe, call, prompts, out, "trained", seed)
-    if control is None:
-        return trained, None
-    with control() as other:
-        return trained, adjacent.cached(other, call, prompts[:1], out, "random", seed)
-
-
-@contextlib.contextmanager
-def random_weights(pipe: Any, seed: int = 0) -> Iterator[Any]:
-    """The same pipeline with random weights in its transformer; the trained one waits in main memory meanwhile."""
-    import torch
-
-    if pipelines.name_of(pipe) in pipelines.TINY:
-        yield pipelines.load("tiny-random", device="cpu")
-        return
-    trained, device = pipe.transformer, pipe.transformer.device
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        fresh = type(trained).from_config(trained.config).to(trained.dtype).eval()
-    trained.to("cpu")
-    try:
-        control = copy.copy(pipe)
-        control.register_modules(transformer=fresh.to(device))
-        yield control
-    finally:
-        fresh.to("cpu")
-        trained.to(device)
+def _tasks(pipe: Any, kind: str, control: bool, call: dict, prompts: list[str], seed: int) -> list[Measurement]:
+    """The measurements of one kind; the control gets fewer prompts."""
+    settings = {name: config.to_dict() for name, config in common.configs(pipe).items()}
+    model = json.dumps([comparisons.fingerprint(pipe), settings], sort_keys=True, default=str)
+    planned = MEASURES[kind].plan(call, prompts, seed, control)
+    return [
+        Measurement(kind, prompt, prompts[prompt], control, json.dumps(more, sort_keys=True), model)
+        for prompt, more in planned
+    ]
