@@ -14,7 +14,8 @@ from heart_attention.online.reuse import Always
 
 H, N, D = 4, 64, 16
 X, S = XAttention(4, 8), SVG2(4, 8)
-POINTS = (Point(X, 0.5), Point(X, 0.8), Point(S, 0.4, "mean"), Point(X, 0.5, order="2x2x2"), Point(S, 1.0))
+POINTS = (Point(X, 0.5), Point(X, 0.8), Point(S, 0.4, "mean"), Point(X, 0.5, order="2x2x2"), Point(S, 1.0),
+          Point(X, 0.5, order="tiles"))  # fmt: skip
 
 
 def sdpa(q, k, v, items=None):
@@ -38,7 +39,7 @@ def test_heads_are_grouped_by_backbone_and_rest():
     assert [(spec.heads, places) for spec, places in restrict((first, second), [3, 2])] == [((2,), [1]), ((3,), [0])]
 
 
-@pytest.mark.parametrize("choice", [[0, 2, 1, 2], [3, 0, 2, 1], [2, 2, 2, 2], [4, 0, 4, 2]])
+@pytest.mark.parametrize("choice", [[0, 2, 1, 2], [3, 0, 2, 1], [2, 2, 2, 2], [4, 0, 4, 2], [5, 0, 3, 5]])
 def test_a_mixed_layer_gives_each_head_what_it_has_alone(choice):
     q, k, v = qkv()
     call = CallContext(layer=0, layers=1, step=0, grid=(4, 4, 4))
@@ -46,7 +47,7 @@ def test_a_mixed_layer_gives_each_head_what_it_has_alone(choice):
     for head, index in enumerate(choice):
         point = POINTS[index]
         alone = HeartConfig(
-            point.backbone, point.threshold, Always(), order=(((point.order,) * H),) if point.order != "raster" else "raster",
+            point.backbone, point.threshold, Always(), order=(((point.order,) * H),) if "x" in point.order else point.order,
             dense_steps=0, force_sparse=True, rest=point.rest,
         )  # fmt: skip
         expected = Engine(alone, 1, H).attend(call, q, k, v, sdpa)

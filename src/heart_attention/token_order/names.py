@@ -78,7 +78,7 @@ def for_heads(order: Order, transformers: int, layers: int, heads: int, block: i
             "run heart tune-order for this model"
         )
     every = order if len(sizes) == 3 else (order,) * transformers
-    for name in [name for name in names_in(every) if name != RASTER]:
+    for name in [name for name in names_in(every) if name not in (RASTER, TILES)]:
         if block is not None and math.prod(shape_of(name)) != block:
             raise HeartError(
                 f"a head's order {name!r} has tiles of {math.prod(shape_of(name))} tokens but the backbone's blocks have "
