@@ -67,7 +67,7 @@ def test_a_phase_changes_at_its_noise_level_and_its_heads_refresh():
 
 @pytest.mark.parametrize("arguments, says", [
     (((), [[[[0]]]]), "give \\[transformers\\]"),
-    ((POINTS, [[[[9]]]]), "chooses point 9 of 5"),
+    ((POINTS, [[[[9]]]]), "chooses point 9 of 6"),
     ((POINTS, [[[[0]]]], (0.5,)), "1 boundaries for 1 phases"),
     ((POINTS, [[[[0]], [[0]], [[0]]]], (0.2, 0.5)), "descending"),
     ((POINTS, [[[[0], [0, 1]]]]), "ragged"),
