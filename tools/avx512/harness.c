@@ -37,8 +37,7 @@ struct build {
     int (*attention)(const struct heart_attention *, float *);
     int (*backward)(const struct heart_backward *);
     int (*scores)(const struct heart_scores *);
-    int (*nearest)(const struct heart_nearest *);
-    int (*sums)(const struct heart_sums *);
+    int (*kmeans)(const struct heart_kmeans *);
     int (*means)(const struct heart_means *);
 };
 
@@ -48,12 +47,11 @@ struct build {
     int p##heart_attention(const struct heart_attention *, float *);                                                   \
     int p##heart_attention_backward(const struct heart_backward *);                                                    \
     int p##heart_block_scores(const struct heart_scores *);                                                            \
-    int p##heart_nearest(const struct heart_nearest *);                                                                \
-    int p##heart_cluster_sums(const struct heart_sums *);                                                              \
+    int p##heart_kmeans(const struct heart_kmeans *);                                                                  \
     int p##heart_token_means(const struct heart_means *);
 #define BUILD(p)                                                                                                       \
     {p##heart_vector_floats, p##heart_attention_bytes, p##heart_attention, p##heart_attention_backward,                \
-     p##heart_block_scores, p##heart_nearest, p##heart_cluster_sums, p##heart_token_means}
+     p##heart_block_scores, p##heart_kmeans, p##heart_token_means}
 
 DECLARE(fast_)
 DECLARE(plain_)
@@ -394,64 +392,48 @@ static void test_scores(void) {
         }
 }
 
-/* Nearly equal distances may be told apart otherwise by sums that are rounded otherwise; exactly equal ones may not. */
-static void nearest_case(int64_t width, int64_t n, int64_t count, int coarse, int threads) {
-    int64_t stride = width + below(2) * 3, wrong = 0;
+/* One iteration. Nearly equal distances may be told apart otherwise by sums that are rounded otherwise; exactly equal ones
+ * may not, and then everything else is equal too. */
+static void kmeans_case(int64_t width, int64_t n, int64_t count, int coarse, int threads) {
+    int64_t stride = width + below(2) * 3, wrong = 0, *labels[2], *sizes[2];
     begin_case("width %lld, %lld tokens, %lld centroids, %s, threads %d", (long long)width, (long long)n,
                (long long)count, coarse ? "whole numbers" : "fp32", threads);
-    float *x = numbers((n - 1) * stride + width, 0, coarse), *c = numbers(count * width, 0, coarse);
-    float *norms = guarded(count * 4);
-    for (int64_t i = 0; i < count * width; i++) norms[i / width] += c[i] * c[i];
-    int64_t *labels[2];
+    float *x = numbers((n - 1) * stride + width, 0, coarse), *begin = numbers(count * width, 0, coarse), *ends[2];
     for (int b = 0; b < 2; b++) {
-        labels[b] = guarded(n * 8);
-        returned(builds[b].nearest(&(struct heart_nearest){
-            .x = x, .n = n, .width = width, .stride = stride, .centroids = c, .norms = norms, .count = count,
-            .labels = labels[b], .threads = threads}));
+        labels[b] = guarded(n * 8), sizes[b] = guarded(count * 8), ends[b] = guarded(count * width * 4);
+        memcpy(ends[b], begin, (size_t)(count * width) * 4);
+        struct heart_clustering one = {.x = x, .n = n, .stride = stride, .count = count, .iters = 1,
+                                       .centroids = ends[b], .labels = labels[b], .sizes = sizes[b]};
+        returned(builds[b].kmeans(&(struct heart_kmeans){.items = &one, .count = 1, .width = width,
+                                                         .threads = threads}));
+        compare("iterations", b, (double)one.iterations, 1, 0);
     }
     for (int64_t i = 0; i < n; i++) {
-        double distance[2];
+        double distance[2] = {0, 0};
         if (labels[0][i] < 0 || labels[0][i] >= count) {
             wrong++;
             continue;
         }
-        for (int b = 0; b < 2; b++) {
-            const float *one = c + labels[b][i] * width;
-            distance[b] = norms[labels[b][i]];
-            for (int64_t d = 0; d < width; d++) distance[b] -= 2.0 * x[i * stride + d] * one[d];
-        }
+        for (int b = 0; b < 2; b++)
+            for (int64_t d = 0; d < width; d++) {
+                double c = begin[labels[b][i] * width + d];
+                distance[b] += c * c - 2.0 * x[i * stride + d] * c;
+            }
         compare("distance", i, distance[0], distance[1], 4 * TOLERANCE);
         if (coarse) compare("label", i, (double)labels[0][i], (double)labels[1][i], 0);
     }
     compare("labels out of range", 0, (double)wrong, 0, 0);
+    for (int64_t i = 0; coarse && i < count * width; i++) compare("centroid", i, ends[0][i], ends[1][i], 0);
+    for (int64_t i = 0; coarse && i < count; i++) compare("size", i, (double)sizes[0][i], (double)sizes[1][i], 0);
     free_all();
 }
 
-static void test_nearest(void) {
+static void test_kmeans(void) {
     for (int i = 0; i < DIMS; i++)
         for (int coarse = 0; coarse < 2; coarse++) {
-            nearest_case(dims[i], 1 + below(120), 1 + below(90), coarse, 1);
-            nearest_case(dims[i], 1 + below(60), 1 + below(20), coarse, 1 + i % 2);
+            kmeans_case(dims[i], 1 + below(120), 1 + below(90), coarse, 1);
+            kmeans_case(dims[i] + 3, 1 + below(400), 1 + below(20), coarse, 1 + i % 2);
         }
-}
-
-static void sums_case(int64_t width, int64_t n, int64_t count) {
-    int64_t stride = width + below(2) * 3, *labels = guarded(n * 8), *sizes[2];
-    float *x = numbers((n - 1) * stride + width, 0, 0), *sums[2];
-    begin_case("width %lld, %lld tokens, %lld clusters", (long long)width, (long long)n, (long long)count);
-    for (int64_t i = 0; i < n; i++) labels[i] = below(count);
-    for (int b = 0; b < 2; b++) {
-        sums[b] = guarded(count * width * 4), sizes[b] = guarded(count * 8);
-        returned(builds[b].sums(&(struct heart_sums){.x = x, .n = n, .width = width, .stride = stride, .labels = labels,
-                                                     .count = count, .sums = sums[b], .sizes = sizes[b]}));
-    }
-    for (int64_t i = 0; i < count * width; i++) compare("sum", i, sums[0][i], sums[1][i], 0); /* added in one order */
-    for (int64_t i = 0; i < count; i++) compare("size", i, (double)sizes[0][i], (double)sizes[1][i], 0);
-    free_all();
-}
-
-static void test_sums(void) {
-    for (int i = 0; i < DIMS; i++) sums_case(dims[i], 1 + below(150), 1 + below(20)), sums_case(dims[i] + 3, 40, 3);
 }
 
 static void means_case(int64_t width, int bf16, int64_t n, int threads) {
@@ -513,8 +495,7 @@ int main(void) {
     run("heart_attention bf16", test_attention_bf16);
     run("heart_attention_backward", test_backward);
     run("heart_block_scores", test_scores);
-    run("heart_nearest", test_nearest);
-    run("heart_cluster_sums", test_sums);
+    run("heart_kmeans", test_kmeans);
     run("heart_token_means", test_means);
     printf("%s\nEND\n", failures ? "FAIL" : "PASS");
     return failures != 0;

@@ -50,7 +50,8 @@ build plain -O2 -mno-avx
 floats=$($cc -march="$march" -dM -E -x c /dev/null |
     awk '/__AVX__/ && n < 8 { n = 8 } /__AVX512F__/ { n = 16 } END { print n ? n : 4 }')
 # The structs are declared in the C files only: taken from there, they cannot go stale.
-sed -n '/^struct \(tensor\|heart_[a-z]*\) {$/,/^};$/p' "$sources"/cpu.c "$sources"/backward.c "$sources"/predict.c > structs.h
+sed -n '/^struct \(tensor\|heart_[a-z]*\) {$/,/^};$/p' "$sources"/cpu.c "$sources"/backward.c "$sources"/predict.c \
+    "$sources"/kmeans.c > structs.h
 # Static, because the guest has no libraries; the linker warns about dlopen in OpenMP, which nothing here calls.
 $cc -O2 -std=gnu11 -Wall -Wextra -fopenmp -static -DFLOATS="$floats" -I. -o harness "$here/harness.c" fast.o plain.o \
     -lm 2> link.txt || { cat link.txt >&2; exit 2; }

@@ -7,9 +7,18 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..kernels.ops.kmeans import Clusters, lloyd, lloyd_heads, torch_assign, torch_sums, video_tokens
+from ..kernels.ops.kmeans import Clusters, lloyd, lloyd_heads, torch_assign, torch_lloyd, torch_sums, video_tokens
 
-__all__ = ["Clusters", "lloyd", "lloyd_heads", "random_tokens", "torch_assign", "torch_sums", "video_tokens"]
+__all__ = [
+    "Clusters",
+    "lloyd",
+    "lloyd_heads",
+    "random_tokens",
+    "torch_assign",
+    "torch_lloyd",
+    "torch_sums",
+    "video_tokens",
+]
 
 
 def random_tokens(n: int, count: int, *key: object) -> Tensor:

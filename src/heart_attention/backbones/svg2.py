@@ -173,15 +173,15 @@ class SVG2(Backbone):
         layer, branch, first = key if key is not None else (0, "", 0)
         mask = self._empty(batch, n_heads, n, k.shape[2], text, q.device)
         centroids: list[list[Tensor]] = [[], []]
+        places = [[(first + b, name) for name in names] for b in range(batch)]
+        found = self._cluster_all(q, k, places, state, text, (layer, branch))
         for b in range(batch):
-            places = [(first + b, name) for name in names]
-            sides = [self._cluster_side(x[b], i, places, state, text, (layer, branch)) for i, x in enumerate((q, k))]
-            for h, pair in enumerate(zip(*sides)):
+            for h, pair in enumerate(found[b]):
                 self._label(mask, b, h, pair, text)
                 for kept, clusters in zip(centroids, pair):
                     kept.append(clusters.centroids)
                 if state is not None:
-                    state.centroids[places[h]] = (pair[0].centroids, pair[1].centroids)
+                    state.centroids[places[b][h]] = (pair[0].centroids, pair[1].centroids)
         if bool((tau < 1).any()):
             both = [torch.stack(kept).unflatten(0, (batch, n_heads)) for kept in centroids]
             self._choose(mask, self._rank(mask, q, k, v, both), tau)
@@ -286,24 +286,31 @@ class SVG2(Backbone):
         kept = by_mass(cluster_mass(q_centroids, k_centroids, k_sizes), tau, int(self.least_ratio * k_sizes.shape[-1]))
         return kept | (tau >= 1).to(kept.device)[..., None, None]
 
-    def _cluster_side(
-        self, x: Tensor, side: int, places: list[tuple], state: ClusterState | None, text: Text | None, key: tuple
-    ) -> list[Clusters]:
-        """Clusters of one batch item's queries (side 0) or keys (side 1), x [H, N, D]: the video tokens alone."""
+    def _cluster_all(
+        self, q: Tensor, k: Tensor, places: list[list[tuple]], state: ClusterState | None, text: Text | None, key: tuple
+    ) -> list[list[tuple[Clusters, Clusters]]]:
+        """Clusters of every item's heads, queries and keys, [B, H, N, D] each: the video tokens alone, in one call."""
+        x: list[Tensor] = []
+        begins: list[tuple[Tensor, int]] = []
+        for b, row in enumerate(places):
+            for h, place in enumerate(row):
+                for side, tokens_of_head in enumerate((q[b, h], k[b, h])):
+                    x.append(tokens_of_head)
+                    begins.append(self._begin(tokens_of_head, side, place, state, text, key))
+        found = lloyd_heads(x, [start for start, _ in begins], [iters for _, iters in begins], text)
+        pairs = iter(zip(found[::2], found[1::2]))
+        return [[next(pairs) for _ in row] for row in places]
+
+    def _begin(
+        self, x: Tensor, side: int, place: tuple, state: ClusterState | None, text: Text | None, key: tuple
+    ) -> tuple[Tensor, int]:
+        """Where the centroids of one head's queries (side 0) or keys (side 1) begin, and the iterations from there."""
         count = (self.q_clusters, self.k_clusters)[side]
-        self._check_counts(x.shape[1] if text is None else text.video_count(x.shape[1]), count)
-        known: list[Any] = [state.centroids.get(at, (None, None))[side] if state is not None else None for at in places]
-        warm = [old is not None and old.shape == (count, x.shape[-1]) for old in known]
-        found: list[Any] = [None] * len(places)
-        for is_warm, iters in ((False, self.init_iters), (True, self.step_iters)):
-            group = [h for h in range(len(places)) if warm[h] == is_warm]
-            if not is_warm:
-                for h in group:
-                    known[h] = self._random_centroids(x[h], count, text, (*key, places[h][1], "qk"[side]))
-            clusters = lloyd_heads([x[h] for h in group], [known[h] for h in group], iters, text)
-            for h, one in zip(group, clusters):
-                found[h] = one
-        return found
+        self._check_counts(x.shape[0] if text is None else text.video_count(x.shape[0]), count)
+        old = state.centroids.get(place, (None, None))[side] if state is not None else None
+        if old is not None and old.shape == (count, x.shape[-1]):
+            return old, self.step_iters
+        return self._random_centroids(x, count, text, (*key, place[1], "qk"[side])), self.init_iters
 
     def _random_centroids(self, x: Tensor, count: int, text: Text | None, key: tuple) -> Tensor:
         """Random video tokens of one head [N, D] as centroids [C, D]; the batch item plays no part in the draw."""

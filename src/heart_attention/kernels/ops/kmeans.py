@@ -1,8 +1,9 @@
-"""Lloyd's k-means, Euclidean: the nearest centroid of each token, sums over clusters, and both in turn for some heads."""
+"""Lloyd's k-means, Euclidean, of some heads: the definition in PyTorch, and who computes it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,27 +46,19 @@ def torch_sums(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return sums, torch.bincount(labels, minlength=count)
 
 
-def _c_reasons(x: Tensor | None = None, other: Tensor | None = None, *more: object) -> list[str]:
-    return native.reasons_not() if x is None else native.reasons_not(x)
-
-
-nearest = Op("nearest centroid", Way("c", native.nearest, _c_reasons), Way("torch", torch_assign))
-cluster_sums = Op("cluster sums", Way("c", native.cluster_sums, _c_reasons), Way("torch", torch_sums))
-
-
 def means(sums: Tensor, sizes: Tensor, centroids: Tensor) -> Tensor:
     """Cluster means [C, D]; an empty cluster keeps its centroid."""
     found = sums / sizes.clamp(min=1).unsqueeze(-1)
     return torch.where(sizes.unsqueeze(-1) > 0, found, centroids)
 
 
-def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
-    """k-means of x [N, D] from centroids [C, D], at most `iters` iterations, in fp32."""
+def torch_lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
+    """k-means of x [N, D] from centroids [C, D], at most `iters` iterations, in fp32 and plain PyTorch: the definition."""
     x, centroids = x.float(), init.float()
     iterations, shift = 0, math.inf
     while iterations < iters and not shift < TOLERANCE:
-        labels = nearest(x, centroids)
-        sums, sizes = cluster_sums(x, labels, len(centroids))
+        labels = torch_assign(x, centroids)
+        sums, sizes = torch_sums(x, labels, len(centroids))
         moved = means(sums, sizes, centroids)
         shift = float((moved - centroids).norm(dim=-1).amax())
         centroids = moved
@@ -73,28 +66,66 @@ def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
     return Clusters(labels, centroids, sizes, iterations)
 
 
-def lloyd_in_turn(x: list[Tensor], init: list[Tensor], iters: int, text: Text | None = None) -> list[Clusters]:
-    """`lloyd` of the video tokens of some heads alike in shape, one after the other: the definition.
+def torch_heads(
+    x: list[Tensor], init: list[Tensor], iters: int | Sequence[int], text: Text | None = None
+) -> list[Clusters]:
+    """`torch_lloyd` of the video tokens of some heads, one after the other.
 
-    One space serves all heads that must be converted: blocks of this size, freed and allocated again between small ones
-    that stay, would leave holes in the process's memory.
+    One space serves all heads alike that must be converted: blocks of this size, freed and allocated again between small
+    ones that stay, would leave holes in the process's memory.
     """
     space = None
     clusters = []
-    for one, start in zip(x, init):
+    for one, start, most in zip(x, init, each_iters(iters, x)):
         if text is not None or one.dtype != torch.float32:
-            space = video_tokens(one, text, space)
+            space = video_tokens(one, text, space if space is not None and fits(space, one, text) else None)
             one = space
-        clusters.append(lloyd(one, start, iters))
+        clusters.append(torch_lloyd(one, start, most))
     return clusters
 
 
-def triton_heads(x: list[Tensor], init: list[Tensor], iters: int, text: Text | None = None) -> list[Clusters]:
-    """The same by the GPU's kernels, all heads at once."""
-    stacked = torch.stack([video_tokens(one, text) for one in x])[None]  # [1, H, N, D]
-    found = triton_predict.kmeans(stacked, torch.stack(init)[None], iters)
-    parts = (found.labels[0].long(), found.centroids[0], found.sizes[0], found.iterations[0].tolist())
-    return [Clusters(*head) for head in zip(*parts)]
+def c_heads(
+    x: list[Tensor], init: list[Tensor], iters: int | Sequence[int], text: Text | None = None
+) -> list[Clusters]:
+    """The same by the C code: all heads and iterations in one parallel region, tokens read where they lie."""
+    order = None if text is None else text.video_index(len(x[0]))
+    return [Clusters(*found) for found in native.kmeans(x, init, each_iters(iters, x), order)]
+
+
+def triton_heads(
+    x: list[Tensor], init: list[Tensor], iters: int | Sequence[int], text: Text | None = None
+) -> list[Clusters]:
+    """The same by the GPU's kernels, all heads alike at once."""
+    found: dict[int, Clusters] = {}
+    kinds = [(one.shape, start.shape, most) for one, start, most in zip(x, init, each_iters(iters, x))]
+    for kind in dict.fromkeys(kinds):
+        group = [i for i in range(len(x)) if kinds[i] == kind]
+        stacked = torch.stack([video_tokens(x[i], text) for i in group])[None]  # [1, H, N, D]
+        made = triton_predict.kmeans(stacked, torch.stack([init[i] for i in group])[None], kind[2])
+        parts = (made.labels[0].long(), made.centroids[0], made.sizes[0], made.iterations[0].tolist())
+        found.update((i, Clusters(*head)) for i, head in zip(group, zip(*parts)))
+    return [found[i] for i in range(len(x))]
+
+
+def each_iters(iters: int | Sequence[int], x: list[Tensor]) -> list[int]:
+    """The iterations of each head."""
+    return [iters] * len(x) if isinstance(iters, int) else list(iters)
+
+
+def fits(space: Tensor, x: Tensor, text: Text | None) -> bool:
+    """Whether the video tokens of x have the shape of `space`."""
+    return space.shape == (x.shape[0] if text is None else text.video_count(x.shape[0]), x.shape[1])
+
+
+def _c_reasons(
+    x: list[Tensor] | None = None, init: object = None, iters: object = None, text: Text | None = None
+) -> list[str]:
+    if x is not None and not x:
+        return ["there is no head to cluster"]
+    reasons = native.reasons_not(*(x or []))
+    if x and text is not None and any(len(one) != len(x[0]) for one in x):
+        reasons.append("the text does not lie at the same place in all heads")
+    return reasons
 
 
 def _triton_reasons(x: list[Tensor] | None = None, *more: object) -> list[str]:
@@ -103,7 +134,17 @@ def _triton_reasons(x: list[Tensor] | None = None, *more: object) -> list[str]:
     return triton_predict.op_reasons(None if x is None else x[0])
 
 
-lloyd_heads = Op("k-means", Way("triton", triton_heads, _triton_reasons), Way("torch", lloyd_in_turn))
+lloyd_heads = Op(
+    "k-means",
+    Way("triton", triton_heads, _triton_reasons),
+    Way("c", c_heads, _c_reasons),
+    Way("torch", torch_heads),
+)
+
+
+def lloyd(x: Tensor, init: Tensor, iters: int) -> Clusters:
+    """k-means of one head: x [N, D] from centroids [C, D], at most `iters` iterations, in fp32."""
+    return lloyd_heads([x], [init], iters)[0]
 
 
 def video_tokens(x: Tensor, text: Text | None, space: Tensor | None = None) -> Tensor:

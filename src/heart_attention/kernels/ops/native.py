@@ -1,4 +1,4 @@
-"""The C code for prediction on a CPU (predict.c): block scores, nearest centroids, sums and means."""
+"""The C code for prediction on a CPU (predict.c, kmeans.c): block scores, k-means, token means."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from ...errors import HeartError
 from . import build
 
-# The structs of predict.c.
+# The structs of predict.c and kmeans.c.
 _SCORES = struct.Struct("16q")
-_NEAREST = struct.Struct("9q")
-_SUMS = struct.Struct("8q")
+_KMEANS = struct.Struct("6q")
+_CLUSTERING = struct.Struct("10q")
 _MEANS = struct.Struct("8q")
 
 
@@ -52,26 +52,32 @@ def block_scores(
     )  # fmt: skip
 
 
-def nearest(x: Tensor, centroids: Tensor) -> Tensor:
-    """The nearest centroid of each token, ties to the lowest index: fp32 [N, D], [C, D] -> int64 [N]."""
-    centroids = centroids.contiguous()
-    norms = centroids.square().sum(-1)
-    labels = torch.empty(x.shape[0], dtype=torch.int64)
-    _call(
-        "heart_nearest", _NEAREST, x.data_ptr(), *x.shape, x.stride(0), centroids.data_ptr(), norms.data_ptr(),
-        centroids.shape[0], labels.data_ptr(), build.threads(),
-    )  # fmt: skip
-    return labels
+def kmeans(
+    x: list[Tensor], init: list[Tensor], iters: list[int], order: Tensor | None = None
+) -> list[tuple[Tensor, Tensor, Tensor, int]]:
+    """Lloyd's iterations of some heads in one parallel region: x [N, D] and centroids [C, D] of each.
 
-
-def cluster_sums(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sums [C, D] and sizes int64 [C] of the tokens with each label: fp32 [N, D], int64 [N]."""
-    sums, sizes = torch.empty(count, x.shape[1]), torch.empty(count, dtype=torch.int64)
+    `order` int64 [n] says which tokens take part. Returns labels int64 [n], centroids fp32, sizes int64 [C] and how many
+    iterations each took.
+    """
+    n = [len(one) if order is None else len(order) for one in x]
+    centroids = [start.to(torch.float32, copy=True).contiguous() for start in init]
+    labels = [torch.empty(length, dtype=torch.int64) for length in n]
+    sizes = [torch.empty(len(start), dtype=torch.int64) for start in init]
+    items = bytearray(_CLUSTERING.size * len(x))
+    # The largest first: threads that are done take what is left.
+    for place, i in enumerate(sorted(range(len(x)), key=lambda i: -n[i] * len(init[i]) * iters[i])):
+        _CLUSTERING.pack_into(
+            items, place * _CLUSTERING.size, x[i].data_ptr(), n[i], x[i].stride(0), len(init[i]), iters[i],
+            centroids[i].data_ptr(), labels[i].data_ptr(), sizes[i].data_ptr(), i, 0,
+        )  # fmt: skip
+    table = (ctypes.c_char * len(items)).from_buffer(items)
     _call(
-        "heart_cluster_sums", _SUMS, x.data_ptr(), *x.shape, x.stride(0), labels.data_ptr(), count, sums.data_ptr(),
-        sizes.data_ptr(),
+        "heart_kmeans", _KMEANS, ctypes.addressof(table), len(x), x[0].shape[1],
+        0 if order is None else order.data_ptr(), x[0].dtype == torch.bfloat16, build.threads(),
     )  # fmt: skip
-    return sums, sizes
+    found = {fields[-2]: fields[-1] for fields in _CLUSTERING.iter_unpack(items)}
+    return [(labels[i], centroids[i], sizes[i], found[i]) for i in range(len(x))]
 
 
 def token_means(x: Tensor) -> Tensor:
