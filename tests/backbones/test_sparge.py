@@ -1,10 +1,13 @@
 """Sparge: exact against the golden set, and the laws of a predictor."""
 
+import dataclasses
+
 import pytest
 import torch
 from golden_more import cases
 
 import heart_attention as heart
+from heart_attention import kernels
 from heart_attention.backbones.blocks import covered
 from heart_attention.backbones.sparge import self_similarity
 from heart_attention.errors import HeartError
@@ -16,6 +19,13 @@ small = heart.Sparge(block_q=32, block_k=16, similarity=-1.0)
 def inputs(n=100, d=16, heads=2, seed=0):
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(1, heads, n, d, generator=g) for _ in range(3)]
+
+
+def peaked(n):
+    """Queries that look above all at keys of their own frequency, of which the first come early."""
+    q, k, v = inputs(n)
+    code = torch.nn.functional.one_hot(torch.arange(n) // 16 % 8, 16).float() * 3
+    return 0.5 * q + code, 0.5 * k + code, v
 
 
 def golden_backbone(config):
@@ -58,8 +68,56 @@ def test_golden_small_blocks(case, config):
     key, n = config["key"], q.shape[2]
     mask = heart.BlockMask(case[f"map_{key}"][None], config["bq"], n, n, block_k=config["bk"])
     safe = case[f"pvsafe_{key}"]
-    found = backbone.without_small(mask, q, k, config["pv"]).blocks[0]
-    assert torch.equal(found[safe], case[f"pvkeep_{key}"][safe])
+    left = dataclasses.replace(backbone, pv=config["pv"]).without_small(mask, q, k)
+    assert torch.equal(left.blocks[0][safe], case[f"pvkeep_{key}"][safe])
+
+
+@pytest.mark.parametrize("kernel", ["eager", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_leave_out_what_gains_little(kernel, dtype):
+    """`pvthreshd` inside the kernel is attention over the mask without those blocks, head by head."""
+    q, k, v = (x.to(dtype) for x in peaked(470))
+    backbone = dataclasses.replace(small, pv=(0.5, 1.5))
+    mask = heart.BlockMask(torch.ones(1, 2, 15, 30, dtype=torch.bool), 32, 470, 470, block_k=16)
+    less = backbone.without_small(mask, q, k)
+    gone = (mask.blocks & ~less.blocks).sum((0, 2, 3))
+    assert gone[0] > gone[1] > 0 and not (mask.blocks & ~less.blocks)[:, :, -1].any()  # the short last row keeps all
+    visit = backbone.visit(None, mask, torch.ones(1, 2, dtype=torch.bool))
+    out = kernels.run(kernels.plan(kernel, mask), q, k, v, visit=visit)
+    expected = kernels.run(kernels.plan(kernel, less), q, k, v)
+    assert torch.allclose(out.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_the_engine_hands_pv_to_the_kernel():
+    q, k, v = peaked(256)
+    outs = []
+    for pv in (None, 0.5):
+        config = heart.HeartConfig(
+            dataclasses.replace(small, pv=pv), 0.999, heart.Always(), dense_steps=0, force_sparse=True
+        )
+        outs.append(heart.attention(q, k, v, (0, 0, "cond"), heart.Engine(config, layers=1, heads=2)))
+    mask = small.predict(q, k, 0.999)
+    less = dataclasses.replace(small, pv=0.5).without_small(mask, q, k)
+    assert less.density().max() < mask.density().max() and not torch.equal(*outs)
+    assert torch.allclose(outs[1], kernels.run(kernels.plan("eager", less), q, k, v), atol=1e-5)
+    config = heart.HeartConfig(
+        dataclasses.replace(small, pv=1.0), 0.9, kernel="gather", force_sparse=True, dense_steps=0
+    )
+    with pytest.raises(HeartError, match="which tiles could be skipped"):
+        heart.attention(q, k, v, (0, 0, "cond"), heart.Engine(config, layers=1, heads=2))
+
+
+def test_pv_is_checked():
+    for wrong in (-1, float("nan"), "50", (1.0, -2.0), ()):
+        with pytest.raises(HeartError, match="pv="):
+            heart.Sparge(pv=wrong)
+    backbone = heart.Sparge(pv=(1, 2))
+    assert heart.backbones.from_dict(backbone.to_dict()) == backbone
+    wide = heart.Sparge(256, 64, pv=1.0, similarity=-1)
+    q, k, v = inputs(512)
+    mask = wide.predict(q, k, 0.9)
+    with pytest.raises(HeartError, match="at most 192 queries"):
+        kernels.run(kernels.plan("cpu", mask), q, k, v, visit=wide.visit(None, mask, torch.ones(1, 2)))
 
 
 def test_similarity_by_its_words():

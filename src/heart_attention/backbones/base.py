@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LONGEST, HeartError, shown
+from ..kernels.base import Visit
 from ..masks import Mask, Text
 
 Thresholds: TypeAlias = float | Sequence[Any] | Tensor
@@ -144,14 +145,31 @@ class Backbone(abc.ABC):
 
     @property
     def learns(self) -> bool:
-        """Whether `learn` wants to know what attention saw; it then needs a kernel with `sees_gains`."""
+        """Whether `learn` wants to know what the groups of a mask gained."""
         return False
+
+    @property
+    def visits(self) -> bool:
+        """Whether it says by `visit` how a kernel goes through a mask; it then needs a kernel that takes that."""
+        return self.learns
+
+    def visit(
+        self,
+        state: Any,
+        mask: Any,
+        which: Tensor,
+        *,
+        heads: Sequence[int] | None = None,
+        key: Key | None = None,
+    ) -> Visit | None:
+        """How a kernel is to go through this mask [B, H], of which the heads in `which`, bool [B, H], refresh."""
+        return None
 
     def learn(
         self,
         state: Any,
         mask: Any,
-        judge: Callable[[Tensor], Tensor],
+        gains: Tensor,
         which: Tensor,
         thresholds: Sequence[float],
         *,
@@ -160,7 +178,7 @@ class Backbone(abc.ABC):
     ) -> Any:
         """The mask [B, H] for the next call, after the heads in `which`, bool [B, H], computed this one.
 
-        `judge` takes whether each head visits its groups from the last, bool [B, H], and gives `Kernel.gains`.
+        `gains` is what the groups gained (see `kernels.Visit`), fp32 [B, H, Mq, Mk].
         """
         return mask
 

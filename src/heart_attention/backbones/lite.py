@@ -10,7 +10,7 @@ part has the licence MIT, its FlashAttention part BSD-3-Clause.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..kernels import eager
+from ..kernels import Visit, choose, run
 from ..masks import BlockMask, Text
 from .base import Backbone, Key, Shape, State, Thresholds, check_positive, check_qk, read_heads, read_thresholds
 from .blocks import Covered, covered
@@ -53,7 +53,7 @@ class LiteState(State):
 
 @dataclass(frozen=True)
 class Lite(Backbone):
-    """LiteAttention. It needs a kernel that says what it saw of the tiles.
+    """LiteAttention. It needs a kernel that says what it saw of the tiles: `cpu` or `eager`.
 
     Args:
         threshold: a tile goes if its largest logit lies at least this far below the running maximum, in units of log2
@@ -68,6 +68,7 @@ class Lite(Backbone):
     must: tuple[tuple[int, int], ...] = ()
 
     name: ClassVar[str] = "lite"
+    rests: ClassVar[tuple[str, ...]] = ("drop",)  # a tile is skipped because it does not matter
     default_threshold: ClassVar[float] = 1 - 2.0**-10  # −10 in units of log2
     candidates: ClassVar[tuple[float, ...]] = tuple(1 - 2.0**-t for t in (1, 2, 3, 4, 6, 8, 10))
 
@@ -141,26 +142,36 @@ class Lite(Backbone):
                     blocks[b, h] = alive
         return tokens.mask(blocks, tile)
 
+    def visit(
+        self,
+        state: LiteState,
+        mask: BlockMask,
+        which: Tensor,
+        *,
+        heads: Sequence[int] | None = None,
+        key: Key | None = None,
+    ) -> Visit | None:
+        """What tiles gain, in the direction in which each head's turn is; nothing if no head refreshes."""
+        if not bool(which.any()):
+            return None
+        places = self._places(mask, heads, key)
+        back = torch.tensor([[state.calls.get(place, 0) % 2 == 1 for place in row] for row in places])
+        return Visit(back, torch.empty(mask.blocks.shape, dtype=torch.float32, device=mask.device))
+
     @torch.no_grad()
     def learn(
         self,
         state: LiteState,
         mask: BlockMask,
-        judge: Callable[[Tensor], Tensor],
+        gains: Tensor,
         which: Tensor,
         thresholds: Sequence[float],
         *,
         heads: Sequence[int] | None = None,
         key: Key | None = None,
     ) -> BlockMask:
-        """The mask [B, H] without the tiles that the heads in `which`, bool [B, H], need no more.
-
-        `judge` takes the direction of each head's visit, bool [B, H], and gives the gains of tiles.
-        """
-        names = read_heads(heads, mask.shape[1])
-        places = [[_place(key, b, name) for name in names] for b in range(mask.shape[0])]
-        back = torch.tensor([[state.calls.get(place, 0) % 2 == 1 for place in row] for row in places])
-        gains, blocks = judge(back), mask.blocks.clone()
+        """The mask [B, H] without the tiles that the heads in `which`, bool [B, H], need no more."""
+        places, blocks = self._places(mask, heads, key), mask.blocks.clone()
         for b, h in which.nonzero().tolist():
             skippable = gains[b, h] <= self.log2_threshold(thresholds[h])
             if state.protected is not None:
@@ -186,10 +197,16 @@ class Lite(Backbone):
     ) -> tuple[list[BlockMask], BlockMask]:
         """What each threshold leaves after one call that judged all tiles, and the full mask; for calibration."""
         full = self.predict(q, k, 1.0, None, text, order=order)
-        gains = eager.KERNEL.gains(eager.KERNEL.plan(full), q, k, torch.zeros(full.shape, dtype=torch.bool))
+        gains = torch.empty(full.blocks.shape, dtype=torch.float32, device=q.device)
+        run(choose(full, q, visits=True).plan(full), q, k, k, visit=Visit(gains=gains))
         kept = self._protected(covered("Lite", q, k, text, order), full.block_shape[1], full.blocks.shape[3])
         bounds = [self.log2_threshold(float(tau)) if tau < 1 else -math.inf for tau in thresholds]
         return [full.with_flags((gains > bound) | kept) for bound in bounds], full
+
+    def _places(self, mask: BlockMask, heads: Sequence[int] | None, key: Key | None) -> list[list[Place]]:
+        """Under what the state keeps each batch item's heads."""
+        names = read_heads(heads, mask.shape[1])
+        return [[_place(key, b, name) for name in names] for b in range(mask.shape[0])]
 
     def _protected(self, tokens: Covered, tile: int, count: int) -> Tensor:
         """Key tiles that always stay, bool [Mk]: those of `must` and of the prompt."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from ..kernels import eager
+from ..kernels import Visit, choose, run
+from ..kernels.ops.tile_gains import left_out
 from ..masks import BlockMask
-from .base import Shape, check_flag, check_positive, tokens
+from .base import Key, Shape, check_flag, check_positive, read_heads, tokens
 from .blocks import BlockBackbone, Covered, block_means, in_blocks, largest
 
 
@@ -41,6 +42,9 @@ class Sparge(BlockBackbone):
         select: "cdf" keeps the largest blocks as long as their mass is not above the threshold, "topk" a share of them.
         sink: always keep the first key block.
         smooth: subtract the mean key before everything.
+        pv: the original's pvthreshd: the kernel leaves out exponentials and values of a kept block whose largest logit
+            stays so far below the running maximum of every query, in units of log2; one number of 0 or more, one for each
+            head of the model, or None (the original's own 50 leaves out next to nothing). Kernels `cpu` and `eager` know it.
     """
 
     block_q: int = 128
@@ -49,6 +53,7 @@ class Sparge(BlockBackbone):
     select: str = "cdf"
     sink: bool = False
     smooth: bool = True
+    pv: float | Sequence[float] | None = None
 
     name: ClassVar[str] = "sparge"
     default_threshold: ClassVar[float] = 0.98
@@ -63,6 +68,10 @@ class Sparge(BlockBackbone):
             raise HeartError(f"Sparge got similarity={self.similarity!r}: give numbers from -1 to 1")
         if isinstance(self.similarity, list | tuple):
             object.__setattr__(self, "similarity", tuple(float(s) for s in values))
+        if self.pv is not None and not all(0 <= bound < math.inf for bound in _numbers(self.pv)):
+            raise HeartError(f"Sparge got pv={str(self.pv)[:60]}: give numbers of 0 or more in units of log2, or None")
+        if isinstance(self.pv, list | tuple):
+            object.__setattr__(self, "pv", tuple(map(float, self.pv)))
         if self.select not in ("cdf", "topk"):
             raise HeartError(f"Sparge got select={self.select!r}: give 'cdf' or 'topk'")
 
@@ -98,20 +107,39 @@ class Sparge(BlockBackbone):
             kept[:, 0] = True
         return kept
 
-    @torch.no_grad()
-    def without_small(self, mask: BlockMask, q: Tensor, k: Tensor, pv: float | Sequence[float]) -> BlockMask:
-        """The mask without the blocks whose exponentials and values the original's kernel leaves out at `pvthreshd`.
+    @property
+    def visits(self) -> bool:
+        """With `pv` the kernel must leave out what gains little."""
+        return self.pv is not None
 
-        Those that raise the running maximum of no query to within `pv` (one number, or one a head; units of log2). The
-        last blocks of a row are never tested, nor is a short last row, which the original fills up with zero queries.
+    def visit(
+        self,
+        state: Any,
+        mask: BlockMask,
+        which: Tensor,
+        *,
+        heads: Sequence[int] | None = None,
+        key: Key | None = None,
+    ) -> Visit | None:
+        """Leave out blocks that gain too little.
+
+        The last blocks of a row are never tested, nor is a short last row, which the original fills up with zero queries.
         """
-        gains = eager.KERNEL.gains(eager.KERNEL.plan(mask), q, k, torch.zeros(mask.shape, dtype=torch.bool))
-        bound = torch.as_tensor(pv, dtype=gains.dtype).expand(mask.shape)[..., None, None]
-        later = mask.blocks.flip(-1).cumsum(-1).flip(-1)  # this block and the kept ones after it
-        small = (gains + bound <= 0) & (later > max(1, self.block_q // self.block_k))
-        if mask.n_q % self.block_q:
-            small[:, :, -1] = False
-        return mask.with_flags(mask.blocks & ~small)
+        if self.pv is None:
+            return None
+        bounds = [self._of_head(self.pv, head) for head in read_heads(heads, mask.shape[1])]
+        skip = torch.tensor(bounds, dtype=torch.float32, device=mask.device).expand(mask.shape)
+        return Visit(skip=skip, untested=max(1, self.block_q // self.block_k), whole_rows=mask.n_q // self.block_q)
+
+    @torch.no_grad()
+    def without_small(self, mask: BlockMask, q: Tensor, k: Tensor) -> BlockMask:
+        """The mask without the blocks that a kernel leaves out at `pv`."""
+        visit = self.visit(None, mask, torch.ones(mask.shape, dtype=torch.bool))
+        if visit is None:
+            return mask
+        gains, plan = torch.empty(mask.blocks.shape), choose(mask, q, visits=True).plan(mask)
+        run(plan, q, k, k, visit=Visit(gains=gains))
+        return mask.with_flags(mask.blocks & ~left_out(plan, gains, visit))
 
     def _by_cdf(self, mass: Tensor, tau: float) -> Tensor:
         """The largest blocks whose sum is not above τ, at least one: the block that crosses is not kept."""
@@ -121,18 +149,26 @@ class Sparge(BlockBackbone):
         return torch.zeros_like(within).scatter_(1, places, within)
 
     def _similarity(self, head: int) -> float:
-        if not isinstance(self.similarity, tuple):
-            return float(self.similarity)  # type: ignore[arg-type]
-        if head >= len(self.similarity):
-            raise HeartError(
-                f"Sparge has {len(self.similarity)} similarities but head {head} asks: give one for each head"
-            )
-        return self.similarity[head]
+        return self._of_head(self.similarity, head)
+
+    def _of_head(self, given: float | Sequence[float], head: int) -> float:
+        """A setting that is one number, or one for each head."""
+        if not isinstance(given, tuple):
+            return float(given)  # type: ignore[arg-type]
+        if head >= len(given):
+            raise HeartError(f"Sparge has settings for {len(given)} heads but head {head} asks: give one for each head")
+        return given[head]
 
     def to_dict(self) -> dict[str, Any]:
         """Name and settings, for JSON."""
-        given: Any = self.similarity
-        return super().to_dict() | ({"similarity": list(given)} if isinstance(given, tuple) else {})
+        plain = super().to_dict()
+        return plain | {name: list(x) for name, x in plain.items() if isinstance(x, tuple)}
+
+
+def _numbers(given: Any) -> list[float]:
+    """What a setting holds; NaN for what is no number."""
+    values = list(given) if isinstance(given, list | tuple) else [given]
+    return [x if isinstance(x, int | float) and not isinstance(x, bool) else math.nan for x in values] or [math.nan]
 
 
 def self_similarity(x: Tensor, block: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,29 @@ from torch import Tensor
 from ..errors import HeartError
 from .capability import Call
 from .plan import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class Visit:
+    """How a run goes through the groups that a row keeps, and what it is to say of them.
+
+    A group gains the most, over the queries of its row, by which its largest logit exceeds those of the groups visited
+    before, in units of log2; the first visited gains infinity.
+
+    Args:
+        descending: bool [B, H], heads that visit their groups from the last; None: none does.
+        gains: fp32 [B, H, Mq, Mk], takes the gains; None if nobody asks. Groups that are not kept gain infinity.
+        skip: fp32 [B, H]: exponentials and values of a group that gains no more than minus this are left out
+            (SpargeAttn's pvthreshd, 0 or more); None leaves nothing out.
+        untested: so many groups at the end of a row are never left out.
+        whole_rows: rows from this one on leave nothing out.
+    """
+
+    descending: Tensor | None = None
+    gains: Tensor | None = None
+    skip: Tensor | None = None
+    untested: int = 0
+    whole_rows: int = 1 << 40
 
 
 class Kernel:
@@ -22,7 +46,7 @@ class Kernel:
     name: str
     rests: tuple[str, ...] = ("drop", "mean")  # those it knows
     log_sums: bool = False  # whether `run_part` works
-    sees_gains: bool = False  # whether `gains` works
+    visits: bool = False  # whether `run_visit` works
     rest_mass: bool = False  # whether `run` can say how much softmax mass the approximated part held
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
@@ -58,6 +82,19 @@ class Kernel:
         """
         raise NotImplementedError
 
+    def run_visit(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visit: Visit,
+        out: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """As `run`, the rest dropped, going through the kept groups as `visit` says."""
+        raise HeartError(f"kernel {self.name!r} does not say which tiles could be skipped: choose eager or cpu")
+
     def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, rest: str = "drop") -> tuple[Tensor, Tensor]:
         """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N].
 
@@ -65,14 +102,6 @@ class Kernel:
         nothing but the approximated groups of this mask.
         """
         raise HeartError(f"kernel {self.name!r} does not give log-sums: choose one whose `log_sums` is true")
-
-    def gains(self, plan: Plan, q: Tensor, k: Tensor, descending: Tensor, scale: float | None = None) -> Tensor:
-        """By how much each kept group raises the running maximum of its queries, fp32 [B, H, Mq, Mk], in units of log2.
-
-        Groups are visited in ascending order, or from the last where `descending`, bool [B, H]; the first visited gains
-        infinity.
-        """
-        raise HeartError(f"kernel {self.name!r} does not see what tiles gain: choose one whose `sees_gains` is true")
 
 
 class Missing(Kernel):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from .base import Kernel
+from .base import Kernel, Visit
 from .ops import build
 from .ops.first_order import add_linear_terms
 from .plan import Plan, make_plan
@@ -25,11 +25,13 @@ KEEP_BYTES = 48 << 20  # of scratch space, between calls
 _kept: dict[str, Tensor] = {}
 _kept_lock = threading.Lock()
 TYPES = (torch.float32, torch.bfloat16)
+NO_VISIT = (0, 0, 0, 0, 0)  # gains, descending, skip, untested, whole rows: the last fields of the arguments
 
 
 # `struct heart_attention` of cpu.c, packed in one go: after a long kernel every line of Python is cold, and building it
 # field by field took as long as a block of queries.
-_ARGUMENTS = struct.Struct("8q 16q q 2q 3q 4q 2q d 2q")
+_ARGUMENTS = struct.Struct("8q 16q q 2q 3q 4q 2q d 2q 5q")
+LARGEST_TESTED = (192, 128)  # queries and keys of a block that may be left out: ROWS and TILE of cpu.c
 
 
 class Cpu(Kernel):
@@ -39,6 +41,7 @@ class Cpu(Kernel):
     rests = ("drop", "mean", "first-order")
     log_sums = True
     rest_mass = True
+    visits = True
 
     def reasons_not(self, mask: Any = None, q: Tensor | None = None, rest: str = "drop") -> list[str]:
         """Why it cannot serve; empty if it can."""
@@ -69,15 +72,49 @@ class Cpu(Kernel):
             mass.copy_(share[:, :, : plan.n_q].mean(-1))
         return result
 
+    def run_visit(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visit: Visit,
+        out: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """As `run`, with what groups gain; those that gain little may be left out."""
+        if visit.skip is not None:
+            _check_tested(plan)
+        gains = None if visit.gains is None else torch.full(visit.gains.shape, -torch.inf)
+        held = [None if x is None else x.to(dtype).contiguous() for x, dtype in _per_head(visit)]
+        more = _pointer(gains), *map(_pointer, held), visit.untested, visit.whole_rows
+        result = _run(plan, q, k, v, out, scale, None, None, more)
+        if visit.gains is not None and gains is not None:
+            visit.gains.copy_(gains.masked_fill_(gains == -torch.inf, torch.inf))  # what nobody visited
+        return result
+
     def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, rest: str = "drop") -> tuple[Tensor, Tensor]:
         """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N]."""
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
         return _run(make_plan(mask, self.name, part=True, rest=rest), q, k, v, None, None, lse, None), lse
 
 
+def _per_head(visit: Visit) -> tuple[tuple[Tensor | None, torch.dtype], ...]:
+    return (visit.descending, torch.uint8), (visit.skip, torch.float32)
+
+
+def _check_tested(plan: Plan) -> None:
+    sizes = int(plan.q_starts.diff(dim=-1).max()), int(plan.group_sizes().max())
+    if any(size > most for size, most in zip(sizes, LARGEST_TESTED)):
+        raise HeartError(
+            f"kernel 'cpu' leaves out blocks of at most {LARGEST_TESTED[0]} queries and {LARGEST_TESTED[1]} keys, not "
+            f"{sizes[0]} and {sizes[1]}: take smaller blocks, or the kernel eager"
+        )
+
+
 def _run(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: float | None, lse: Tensor | None,
-    share: Tensor | None,
+    share: Tensor | None, visit: tuple[int, ...] = NO_VISIT,
 ) -> Tensor:  # fmt: skip
     """`lse` and `share` [B, H, N] take the log-sums, and the share of the approximated part in each query's softmax."""
     for reason in _reasons_not_tensor(q):
@@ -85,7 +122,7 @@ def _run(
     q, k, v = _rows(q), _rows(k), _rows(v)
     result = torch.empty_like(q) if out is None else out  # keeps the layout of a transposed view
     target = _rows(result, copy=False)
-    _call(_arguments(plan, q, k, v, target, scale, lse, share))
+    _call(_arguments(plan, q, k, v, target, scale, lse, share, visit))
     if target is not result:
         result.copy_(target)
     return result
@@ -111,7 +148,7 @@ def _rows(x: Tensor, copy: bool = True) -> Tensor:
 
 def _arguments(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None,
-    share: Tensor | None,
+    share: Tensor | None, visit: tuple[int, ...],
 ) -> bytes:  # fmt: skip
     dim, q_starts, q_perm = q.shape[-1], plan.q_starts, plan.q_perm
     rest = (
@@ -126,7 +163,7 @@ def _arguments(
         plan.row_ptr.data_ptr(), plan.cols.data_ptr(), *rest, _pointer(share),
         q_starts.data_ptr(), plan.k_starts.data_ptr(),
         _pointer(q_perm), _pointer(plan.k_perm), q_starts.ndim == 3, q_perm is not None and q_perm.ndim == 3,
-        1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, build.threads(),
+        1 / math.sqrt(dim) if scale is None else scale, q.dtype == torch.bfloat16, build.threads(), *visit,
     )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from .base import Kernel
+from .base import Kernel, Visit
 from .capability import Call
 from .ops.first_order import linear_term
 from .ops.group_means import group_means, log_sizes
-from .ops.tile_gains import tile_gains
+from .ops.tile_gains import left_out, tile_gains
 from .plan import Plan, make_plan
 
 # Above this many tokens on a side the score matrix of one head alone takes more than 256 MB.
@@ -27,7 +27,7 @@ class Eager(Kernel):
     rests = ("drop", "mean", "first-order")
     log_sums = True
     rest_mass = True
-    sees_gains = True
+    visits = True
 
     def reasons_on(self, call: Call) -> list[str]:
         """None but length: it runs wherever PyTorch does."""
@@ -51,16 +51,35 @@ class Eager(Kernel):
         """Attention over what the plan keeps and approximates, [B, H, N, D]."""
         return _run(plan, q, k, v, torch.empty_like(q) if out is None else out, scale, mass, None)
 
+    def run_visit(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visit: Visit,
+        out: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """As `run`, with what groups gain; those that gain little may be left out."""
+        small = _visit(plan, q, k, scale, visit)
+        return _run(plan, q, k, v, torch.empty_like(q) if out is None else out, scale, None, None, small)
+
     def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, rest: str = "drop") -> tuple[Tensor, Tensor]:
         """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N]."""
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         plan = make_plan(mask, self.name, part=True, rest=rest)
         return _run(plan, q, k, v, torch.empty_like(q), None, None, lse), lse
 
-    def gains(self, plan: Plan, q: Tensor, k: Tensor, descending: Tensor, scale: float | None = None) -> Tensor:
-        """By how much each kept group raises the running maximum of its queries, fp32 [B, H, Mq, Mk]."""
-        _check_length(plan)
-        return tile_gains(plan, q, k, descending, scale)
+
+def _visit(plan: Plan, q: Tensor, k: Tensor, scale: float | None, visit: Visit) -> Tensor | None:
+    """Write down what groups gain; those that are left out for it, bool [B, H, Mq, Mk]."""
+    _check_length(plan)
+    ascending = torch.zeros(plan.shape, dtype=torch.bool)
+    gains = tile_gains(plan, q, k, ascending if visit.descending is None else visit.descending, scale)
+    if visit.gains is not None:
+        visit.gains.copy_(gains)
+    return None if visit.skip is None else left_out(plan, gains, visit)
 
 
 def _run(
@@ -72,12 +91,17 @@ def _run(
     scale: float | None,
     mass: Tensor | None,
     lse: Tensor | None,
+    small: Tensor | None = None,
 ) -> Tensor:
+    """`small`, bool [B, H, Mq, Mk]: groups that are left out although the plan keeps them."""
     _check_length(plan)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             keys, values, seen, bias = with_means(plan, b, h, k[b, h], v[b, h])
+            if small is not None:
+                rows, groups = _block_of_token(plan, "q", b, h), _block_of_token(plan, "k", b, h)
+                seen[: plan.n_q, : plan.n_k] &= ~small[b, h][rows][:, groups]
             weights, sums = softmax(q[b, h], keys, seen, bias, scale)
             share = weights[: plan.n_q, k.shape[2] :].sum(-1)  # of the approximated part
             result = weighted(weights, values, seen)

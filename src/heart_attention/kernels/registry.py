@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
-from .base import Kernel, Missing, adapted
+from .base import Kernel, Missing, Visit, adapted
 from .ops import build
 from .plan import Plan
 
@@ -77,11 +77,11 @@ def prepare(device: torch.device) -> None:
 
 
 def choose(
-    mask: Any = None, q: Tensor | None = None, name: str = "auto", rest: str = "drop", gains: bool = False
+    mask: Any = None, q: Tensor | None = None, name: str = "auto", rest: str = "drop", visits: bool = False
 ) -> Kernel:
     """The named kernel, or with "auto" the first that can serve this mask, these queries and this rest.
 
-    `gains`: it must say by how much tiles raise the running maximum, for backbones that learn.
+    `visits`: it must take a `Visit`, for backbones that want to know what tiles gain, or leave out those that gain little.
     """
     candidates = [get(name)] if name != "auto" else [get(each) for each in names()]
     refusals = []
@@ -89,8 +89,10 @@ def choose(
         reasons = kernel.reasons_not_auto(mask, q) if name == "auto" else []
         if rest not in kernel.rests:
             reasons = [*reasons, f"it does not know rest={rest!r}"]
-        if gains and not kernel.sees_gains:
+        if visits and not kernel.visits:
             reasons = [*reasons, "it does not say which tiles could be skipped"]
+        if visits and rest != "drop":
+            reasons = [*reasons, f"tiles that could be skipped are known with the rest dropped only, not with {rest!r}"]
         reasons = reasons or kernel.reasons_not(mask, q, rest)
         if not reasons:
             return kernel
@@ -113,17 +115,39 @@ def run(
     out: Tensor | None = None,
     scale: float | None = None,
     mass: Tensor | None = None,
+    visit: Visit | None = None,
 ) -> Tensor:
     """Attention of q, k, v [B, H, N, D] over what the plan keeps and approximates; `scale` defaults to 1/√D.
 
     `mass`, fp32 [B, H], takes the mean share of softmax mass in the approximated part, NaN if the kernel cannot say.
+    `visit` says how to go through the kept groups; a kernel that cannot refuses.
     """
     check(plan, q, k, v, out)
     kernel = get(plan.kernel)
     if mass is not None and not kernel.rest_mass:
         mass.fill_(0.0 if plan.rest == "drop" else float("nan"))
         mass = None
+    if visit is not None:
+        _check_visit(plan, visit)
+        return kernel.run_visit(plan, q, k, v, visit, out, scale)
     return kernel.run(plan, q, k, v, out=out, scale=scale, **({} if mass is None else {"mass": mass}))
+
+
+def _check_visit(plan: Plan, visit: Visit) -> None:
+    """Refuse a visit that does not fit the plan."""
+    if plan.rest != "drop":
+        raise HeartError(f"a visit of tiles needs the rest dropped, not {plan.rest!r}: plan with rest='drop'")
+    if any(x is not None and tuple(x.shape) != plan.shape for x in (visit.descending, visit.skip)):
+        raise HeartError(
+            f"a visit says something for each head, [B, H] = {list(plan.shape)}: give tensors of that shape"
+        )
+    groups = (*plan.shape, plan.q_starts.shape[-1] - 1, plan.k_starts.shape[-1] - 1)
+    if visit.gains is not None and tuple(visit.gains.shape) != groups:
+        raise HeartError(f"gains have shape {tuple(visit.gains.shape)}: give {groups}, one for each pair of groups")
+    if visit.skip is not None and not bool((visit.skip >= 0).all()):
+        raise HeartError(
+            "a visit leaves out what gains little: its `skip` holds numbers of 0 or more, in units of log2"
+        )
 
 
 def check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:

@@ -279,7 +279,7 @@ class Engine(Handler):
         """Predict masks for the heads that refresh and put them beside those that stay."""
         assert request.refresh is not None
         for group in state.groups:
-            which = request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
+            which = _refreshing(request, group)
             q, k, v = (_take_heads(x, group.places) for x in (request.q, request.k, request.v))
             if group.learnt is not None:
                 self._adopt(group, group.learnt, q)
@@ -318,7 +318,7 @@ class Engine(Handler):
         group.packed, group.plan = mask.packed(), None
         group.density = mask.for_rest(group.spec.rest).density().cpu()
         group.cost = mask.cost(group.spec.rest).cpu() if group.spec.rest != "drop" else group.density
-        group.kernel = self._kernel(q, mask, group.spec.rest, group.backbone.learns)
+        group.kernel = self._kernel(q, mask, group.spec.rest, group.backbone.visits)
 
     # ---------------------------------------- dense or sparse
 
@@ -419,12 +419,12 @@ class Engine(Handler):
 
     # ---------------------------------------- attention
 
-    def _kernel(self, q: Tensor, mask: Mask, rest: str, gains: bool) -> Any:
+    def _kernel(self, q: Tensor, mask: Mask, rest: str, visits: bool) -> Any:
         """The kernel for masks of this kind and this rest, None if none serves."""
-        key = (mask.kind, rest, gains, q.dtype, q.device, q.shape[-1], q.shape[2])
+        key = (mask.kind, rest, visits, q.dtype, q.device, q.shape[-1], q.shape[2])
         if key not in self._kernels:
             try:
-                self._kernels[key] = kernels.choose(mask, q, self.config.kernel, rest, gains)
+                self._kernels[key] = kernels.choose(mask, q, self.config.kernel, rest, visits)
             except HeartError as error:
                 if self.config.kernel != "auto":
                     raise
@@ -449,26 +449,31 @@ class Engine(Handler):
             if group.plan is None:
                 group.plan = group.kernel.plan(group.packed.unpack(), group.spec.rest)
                 request.timer.lap("planning")
-            mass = self._mass(group, q)
-            more = {} if mass is None else {"mass": mass}
-            result = group.kernel.run(group.plan, q, k, v, out=whole, **more)
-            group.rest_mass = mass
-            if group.backbone.learns:
-                self._learn(request, group, q, k)
+            result = self._run_kernel(request, group, q, k, v, whole)
         if result is not whole or whole.data_ptr() != out[:, group.places[0] :].data_ptr():
             out[:, group.places] = result
         request.timer.lap("attention")
 
-    def _learn(self, request: Request, group: HeadGroup, q: Tensor, k: Tensor) -> None:
-        """Tell the backbone what the heads that refresh saw; the next call computes the mask it makes of that."""
-        assert request.refresh is not None and group.packed is not None
-        which = request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
-        if bool(which.any()):
-            call, judge = request.call, lambda descending: group.kernel.gains(group.plan, q, k, descending)
-            group.learnt = group.backbone.learn(
-                group.memory, group.packed.unpack(), judge, which, group.spec.tau,
-                heads=list(group.spec.heads), key=(call.layer, call.branch, call.item),
-            )  # fmt: skip
+    def _run_kernel(self, request: Request, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        """The group's plan on its heads; its backbone may have a say in how the kernel goes through it."""
+        if group.backbone.visits:
+            return self._run_visit(request, group, q, k, v, out)
+        group.rest_mass = self._mass(group, q)
+        more = {} if group.rest_mass is None else {"mass": group.rest_mass}
+        return group.kernel.run(group.plan, q, k, v, out=out, **more)
+
+    def _run_visit(self, request: Request, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        """As the backbone wants it visited; it is told what the heads that refresh saw, for the mask of the next call."""
+        assert group.packed is not None
+        call, mask, which = request.call, group.packed.unpack(), _refreshing(request, group)
+        names: Any = {"heads": list(group.spec.heads), "key": (call.layer, call.branch, call.item)}
+        visit = group.backbone.visit(group.memory, mask, which, **names)
+        if visit is None:
+            return group.kernel.run(group.plan, q, k, v, out=out)
+        result = group.kernel.run_visit(group.plan, q, k, v, visit, out)
+        if visit.gains is not None:
+            group.learnt = group.backbone.learn(group.memory, mask, visit.gains, which, group.spec.tau, **names)
+        return result
 
     def _mass(self, group: HeadGroup, q: Tensor) -> Tensor | None:
         """Where the kernel writes each head's share of softmax mass in the approximated part; None if it cannot."""
@@ -497,6 +502,12 @@ class Engine(Handler):
 
 
 # ---------------------------------------- helpers
+
+
+def _refreshing(request: Request, group: HeadGroup) -> Tensor:
+    """The group's heads that refresh and are sparse, bool [B, H]."""
+    assert request.refresh is not None
+    return request.refresh[:, group.places] & torch.tensor([t < 1 for t in group.spec.tau])
 
 
 def _take_heads(x: Tensor, places: list[int]) -> Tensor:

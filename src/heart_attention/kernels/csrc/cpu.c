@@ -5,7 +5,10 @@
  * tile together and nothing is copied for them. For each panel: scores of the tile (keys broadcast), running maximum,
  * exponentials and their sum down the lanes, then weights (broadcast) times values. Everything is fp32; keys and values
  * of a head are converted and put into block order once, before its tasks start. Groups that are approximated come first,
- * each as one more key: the mean of its keys and of its values, stored after them, and log2 of its size on its score. */
+ * each as one more key: the mean of its keys and of its values, stored after them, and log2 of its size on its score.
+ *
+ * Whoever asks learns by how much each block raised the running maximum of its queries; then a tile holds keys of one
+ * block only, and a block may be left out when that is too little (SpargeAttn's pvthreshd). */
 #include <math.h>
 #include <stdlib.h>
 
@@ -41,6 +44,10 @@ struct heart_attention {
     int64_t own_starts, own_perm;     /* whether each head has its own */
     double scale;
     int64_t bf16, threads;
+    float *gains;              /* [B, H, q_blocks, k_blocks]: raised to what each kept block gains in log2, or NULL */
+    const uint8_t *descending; /* [B, H]: whether a head visits its blocks from the last; NULL: none does */
+    const float *skip;         /* [B, H]: a block that gains no more than minus this is left out, or NULL */
+    int64_t untested, whole;   /* blocks at the end of a row that stay; rows from this one on leave nothing out */
 };
 
 /* A head's keys [n][dim] and values [n / TILE][panel][TILE][2 VL] in sorted order, then the means of its groups. */
@@ -70,8 +77,10 @@ struct tile {
 struct work {
     float *queries;  /* [panel][dim][2 VL] */
     float *out;      /* [ROWS][padded dim] */
-    float *scores;   /* [TILE][2 VL] */
+    float *scores;   /* [TILE][2 VL]; that for each panel where blocks may be left out */
     float *max, *sum; /* [ROWS], the maximum already multiplied with the scale */
+    float *before;    /* [ROWS]: the maximum before the present block */
+    float gain;       /* of the present tile */
     float *rest_max, *rest_sum; /* the same after the approximated groups alone */
     const struct task *ends, *soon; /* the task whose last tile this is, or NULL; what is likely to come after it */
 };
@@ -290,34 +299,67 @@ INLINE void prefetch_ends(const struct heart_attention *a, const struct work *w,
         prefetch_row(&a->q, a->bf16, q + token_at(perm, a->n_q, soon->start + r) * a->q.token, a->dim);
 }
 
-/* One panel of queries, one or two vectors of them in use, against one tile of keys, their first or a later one. */
-INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
-                       const struct tile *t, int first_tile) {
+/* From scores to units of log2. */
+INLINE float log2_scale(const struct heart_attention *a) { return (float)(fabs(a->scale) * 1.4426950408889634); }
+
+/* Raises the tile's gain to what it is for a panel's first `lanes` queries. */
+INLINE void note_gain(int vectors, const struct heart_attention *a, struct work *w, int64_t first, int64_t lanes,
+                      const vec *top) {
+    float above[2 * VL], c = log2_scale(a);
+    for (int j = 0; j < vectors; j++) store(above + j * VL, top[j] * c - load(w->before + first + j * VL));
+    for (int64_t i = 0; i < lanes; i++) /* no finite score yet, or a broken one: counts as much */
+        if (!(above[i] <= w->gain)) w->gain = above[i] == above[i] ? above[i] : INFINITY;
+}
+
+/* Scores of one panel of queries, one or two vectors of them in use, against one tile of keys, and their maximum. */
+INLINE void panel_scores(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
+                         const struct tile *t, float *scores, vec *top) {
+    int64_t first = panel * 2 * VL;
+    top[0] = top[1] = splat(-INFINITY);
+    scores_tile(vectors, w->queries + first * a->dim, t->kv.keys, t->key, t->n, a->dim, scores, top);
+    if (a->gains || a->skip) note_gain(vectors, a, w, first, lanes, top);
+}
+
+/* What a panel's scores make of its sums, for its first tile or a later one. */
+INLINE void panel_values(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
+                         const struct tile *t, float *scores, vec *top, int first_tile) {
     float shrink[2 * VL], *factors = first_tile ? NULL : shrink;
     int64_t first = panel * 2 * VL, wide = padded(a->dim);
-    float c = (float)(fabs(a->scale) * 1.4426950408889634);
-    vec top[2] = {splat(-INFINITY), splat(-INFINITY)};
-    scores_tile(vectors, w->queries + first * a->dim, t->kv.keys, t->key, t->n, a->dim, w->scores, top);
-    if (t->means) add_bias(vectors, w->scores, t, c, top), c = 1;
-    exponentials(vectors, w->scores, t->n, c, top, w->max + first, w->sum + first, shrink);
+    float c = log2_scale(a);
+    if (t->means) add_bias(vectors, scores, t, c, top), c = 1;
+    exponentials(vectors, scores, t->n, c, top, w->max + first, w->sum + first, shrink);
     for (int64_t d = 0; d < a->dim; d += 2 * VL) {
         const float *values = t->kv.values + d * TILE;
         float *out = w->out + first * wide + d;
         prefetch_ends(a, w, panel, d);
         if (a->dim - d > VL)
-            values_tile(vectors, 2, w->scores, values, t->value, t->n, lanes, out, wide, factors);
+            values_tile(vectors, 2, scores, values, t->value, t->n, lanes, out, wide, factors);
         else
-            values_tile(vectors, 1, w->scores, values, t->value, t->n, lanes, out, wide, factors);
+            values_tile(vectors, 1, scores, values, t->value, t->n, lanes, out, wide, factors);
     }
+}
+
+INLINE void panel_tile(int vectors, const struct heart_attention *a, struct work *w, int64_t panel, int64_t lanes,
+                       const struct tile *t, int first_tile) {
+    vec top[2];
+    panel_scores(vectors, a, w, panel, lanes, t, w->scores, top);
+    panel_values(vectors, a, w, panel, lanes, t, w->scores, top, first_tile);
+}
+
+/* The scores of all panels first, and nothing more if the tile gains no more than `least_gain`. */
+static void test_tile(const struct heart_attention *a, struct work *w, int64_t rows, const struct tile *t,
+                      float least_gain) {
+    vec top[ROWS / VL + 2];
+    int64_t panels = round_up(rows, 2 * VL) / (2 * VL);
+    for (int64_t i = 0; i < panels; i++)
+        panel_scores(2, a, w, i, least(rows - i * 2 * VL, 2 * VL), t, w->scores + i * TILE * 2 * VL, top + 2 * i);
+    if (w->gain <= least_gain) return;
+    for (int64_t i = 0; i < panels; i++)
+        panel_values(2, a, w, i, least(rows - i * 2 * VL, 2 * VL), t, w->scores + i * TILE * 2 * VL, top + 2 * i, 0);
 }
 
 /* Runs a tile, a task's first or a later one. */
 static void run_tile(const struct heart_attention *a, struct work *w, int64_t rows, struct tile *t, int first_tile) {
-    if (!t->n) return;
-    for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
-        t->key[t->n + i] = t->key[i % t->n];
-        t->value[t->n + i] = t->value[i % t->n] + TILE * 2 * VL;
-    }
     for (int64_t panel = 0; rows > 0; panel++, rows -= 2 * VL) {
         if (rows > VL) panel_tile(2, a, w, panel, least(rows, 2 * VL), t, first_tile);
         else panel_tile(1, a, w, panel, rows, t, first_tile);
@@ -329,11 +371,14 @@ struct walk {
     int64_t rest, rest_end; /* entries of rest_cols that are left: they come first */
     int64_t kept, kept_end; /* entries of cols that are left */
     int64_t from, to;       /* sorted positions that are left of the present block */
+    int64_t block;          /* the present block, or -1 */
+    int opens, back;        /* whether the tile is its block's first; whether blocks come from the last */
     struct tile tile;
 };
 
 static void begin(const struct heart_attention *a, const struct task *task, struct walk *k) {
     k->rest = k->rest_end = k->kept = k->kept_end = k->from = k->to = 0;
+    k->block = -1, k->opens = 0, k->back = a->descending && a->descending[task->head];
     k->tile.kv = task->kv;
     if (task->block < 0) {
         k->from = a->n_k, k->to = a->n_k + a->tail;
@@ -371,11 +416,14 @@ static int fill(const struct heart_attention *a, const struct task *task, struct
     }
     const int32_t *starts = of_head(a->k_starts, a->own_starts, task->head, a->k_blocks + 1);
     int32_t wide = (int32_t)padded(a->dim), stride = (int32_t)to->kv.key_stride; /* narrow ones go by vectors */
+    k->opens = 0;
     for (to->n = 0; to->n < TILE;) {
         if (k->from == k->to) {
+            if (to->n && (a->gains || a->skip)) break; /* a tile of one block */
             if (k->kept == k->kept_end) return 0;
-            int32_t block = a->cols[k->kept++];
+            int32_t block = a->cols[k->back ? --k->kept_end : k->kept++];
             k->from = starts[block], k->to = starts[block + 1];
+            k->block = block, k->opens = 1;
         }
         int64_t count = least(k->to - k->from, TILE - to->n);
         for (int32_t i = 0, from = (int32_t)k->from; i < (int32_t)count; i++) {
@@ -410,6 +458,33 @@ INLINE void write_rows(const struct heart_attention *a, int bf16, const struct t
     }
 }
 
+static void raise_to(float *at, float x) {
+    float seen;
+    __atomic_load(at, &seen, __ATOMIC_RELAXED); /* several tasks may share a block of queries */
+    while (x > seen && !__atomic_compare_exchange(at, &seen, &x, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
+/* Whether the present tile may be left out: the last blocks of a row stay, as do all of a short last row. */
+static int is_tested(const struct heart_attention *a, const struct task *t, const struct walk *k) {
+    return a->skip && k->block >= 0 && t->block < a->whole && k->kept_end - k->kept >= a->untested;
+}
+
+/* Runs the present tile and notes what it gains. */
+static void visit(const struct heart_attention *a, const struct task *t, struct walk *k, struct work *w, int first) {
+    struct tile *tile = &k->tile;
+    if (!tile->n) return;
+    for (int64_t i = 0; i < AHEAD; i++) { /* next: the same keys for other queries, the same values one panel on */
+        tile->key[tile->n + i] = tile->key[i % tile->n];
+        tile->value[tile->n + i] = tile->value[i % tile->n] + TILE * 2 * VL;
+    }
+    w->gain = -INFINITY;
+    if (k->opens && (a->gains || a->skip)) memcpy(w->before, w->max, (ROWS + 2 * VL) * 4);
+    if (!first && is_tested(a, t, k)) test_tile(a, w, t->rows, tile, -a->skip[t->head]);
+    else run_tile(a, w, t->rows, tile, first);
+    if (a->gains && k->block >= 0)
+        raise_to(a->gains + (t->head * a->q_blocks + t->block) * a->k_blocks + k->block, w->gain);
+}
+
 /* Runs a task; `soon` is the one that this thread is likely to get next, so that its queries are prefetched. */
 static void run_task(const struct heart_attention *a, const struct task *t, const struct task *soon, struct walk *k,
                      struct work *w) {
@@ -422,7 +497,7 @@ static void run_task(const struct heart_attention *a, const struct task *t, cons
         more = fill(a, t, k);
         if (first && !k->tile.n) memset(w->out, 0, (size_t)(t->rows * padded(a->dim)) * 4); /* a part without keys */
         w->ends = more ? NULL : t;
-        run_tile(a, w, t->rows, &k->tile, first);
+        visit(a, t, k, w, first);
         if (k->tile.means && a->mass) {
             memcpy(w->rest_max, w->max, (size_t)t->rows * 4);
             memcpy(w->rest_sum, w->sum, (size_t)t->rows * 4);
@@ -472,20 +547,21 @@ static int by_cost(const void *x, const void *y) {
     return a->start < b->start ? -1 : a->start > b->start;
 }
 
-static int make_work(struct work *w, int64_t dim) {
+static int make_work(struct work *w, int64_t dim, int all_scores) {
     w->queries = floats((ROWS + 2 * VL) * dim);
     w->out = floats((ROWS + 2 * VL) * padded(dim));
-    w->scores = floats(TILE * 2 * VL);
+    w->scores = floats(TILE * (all_scores ? ROWS + 2 * VL : 2 * VL));
+    w->before = floats(ROWS + 2 * VL);
     w->max = floats(ROWS + 2 * VL);
     w->sum = floats(ROWS + 2 * VL);
     w->rest_max = floats(ROWS + 2 * VL);
     w->rest_sum = floats(ROWS + 2 * VL);
-    return w->queries && w->out && w->scores && w->max && w->sum && w->rest_max && w->rest_sum;
+    return w->queries && w->out && w->scores && w->before && w->max && w->sum && w->rest_max && w->rest_sum;
 }
 
 static void free_work(struct work *w) {
     free(w->queries), free(w->out), free(w->scores), free(w->max), free(w->sum);
-    free(w->rest_max), free(w->rest_sum);
+    free(w->before), free(w->rest_max), free(w->rest_sum);
 }
 
 /* Heads [first, last): pack them, then run their tasks, longest first. */
@@ -501,7 +577,7 @@ static int run_heads(const struct heart_attention *a, int64_t first, int64_t las
     {
         struct work w = {0};
         struct walk k = {0};
-        int ready = make_work(&w, a->dim);
+        int ready = make_work(&w, a->dim, a->skip != NULL);
         if (!ready) {
 #pragma omp atomic write
             failed = NO_MEMORY;

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..base import Visit
 from ..plan import Plan
 from .first_order import group_of
 
@@ -28,6 +29,17 @@ def tile_gains(plan: Plan, q: Tensor, k: Tensor, descending: Tensor, scale: floa
         for b, h in torch.ones(plan.shape).nonzero().tolist()
     ]
     return torch.stack(heads).unflatten(0, plan.shape)
+
+
+def left_out(plan: Plan, gains: Tensor, visit: Visit) -> Tensor:
+    """The groups that a visit leaves out because they gain too little, bool [B, H, Mq, Mk]."""
+    assert visit.skip is not None
+    kept = torch.stack([_kept(plan, b, h, gains.shape[3]) for b, h in torch.ones(plan.shape).nonzero().tolist()])
+    kept = kept.unflatten(0, plan.shape)
+    later = kept.flip(-1).cumsum(-1).flip(-1)  # this group and the kept ones after it
+    small = kept & (gains <= -visit.skip.to(gains)[..., None, None]) & (later > visit.untested)
+    small[:, :, visit.whole_rows :] = False
+    return small
 
 
 def _of_head(plan: Plan, q: Tensor, k: Tensor, b: int, h: int, descending: bool, scale: float) -> Tensor:
