@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import backbones, tiny
-from .backbones import SVG2, XAttention
+from .backbones import EAR, PISA, SVG, SVG2, Band, ExactMass, Lite, Radial, Sparge, XAttention
 from .config import HeartConfig
 from .errors import HeartError
 from .online.reuse import TMR
@@ -63,6 +63,7 @@ def _presets() -> dict[str, Preset]:
     small = (
         HeartConfig(XAttention(stride=8, block=64), 0.9, TMR(relative=TINY_RELATIVE["xattention"])),
         HeartConfig(s, 0.9, TMR(relative=TINY_RELATIVE["svg2"]), scale_clusters=True),
+        *_fitted_to_tiny(),
     )
     rows = (
         ("wan2.1-1.3b-480p", "wan2.1-1.3b", wan, (832, 480, 81)),
@@ -78,6 +79,21 @@ def _presets() -> dict[str, Preset]:
             kind = config.backbone.name
             table[f"{name}-{kind}"] = Preset(config.replace(model=model), *size, ours=_OURS.get((model, kind), ""))
     return table
+
+
+def _fitted_to_tiny() -> tuple[HeartConfig, ...]:
+    """The other backbones on the embedded model: blocks that suit 4,096 tokens in 16 frames, about half of all pairs."""
+    reuse = TMR(relative=UNKNOWN_RELATIVE)
+    return (
+        HeartConfig(EAR(), 0.9, reuse, rest="mean", scale_clusters=True),
+        HeartConfig(PISA(), 0.15, reuse, rest="first-order"),
+        HeartConfig(Band(), 0.3, reuse),
+        HeartConfig(Sparge(block_q=64, block_k=32, similarity=0.1), 0.9, reuse),
+        HeartConfig(SVG(), 0.3, reuse),
+        HeartConfig(Radial(block=32), 0.2, reuse),
+        HeartConfig(ExactMass(block=64), 0.9, reuse),
+        HeartConfig(Lite(tile_q=32, tile_k=32), 1 - 2.0**-4, reuse),
+    )
 
 
 # What in a preset is not the paper's.
