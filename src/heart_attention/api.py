@@ -26,7 +26,7 @@ __all__ = ["attention", "disable", "enable", "enabled", "record", "stats"]
 ConfigLike: TypeAlias = str | os.PathLike[str] | HeartConfig | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 
 
-def enable(model: Any, config: ConfigLike = "xattention", **changes: Any) -> None:
+def enable(model: Any, config: ConfigLike = "xattention", *, compile_blocks: bool = False, **changes: Any) -> None:
     """Let HEART serve the video attention of a pipeline or transformer until `disable`.
 
     Args:
@@ -35,9 +35,11 @@ def enable(model: Any, config: ConfigLike = "xattention", **changes: Any) -> Non
             a JSON file with one (or with a calibration); for a pipeline with two transformers a list of both
             calibrations' files. "heart" is the calibration of operating points that ships for this model. "heart@0.25"
             and "mine.heart.json@0.25" are solved anew for a budget, "xattention@0.8" has that threshold.
+        compile_blocks: also compile the transformer's repeated blocks around attention, which fuses norms, RoPE,
+            modulation and residuals; the first step waits for the compiler, later processes find its work in a cache.
         changes: fields of the config to set otherwise, e.g. `thresholds=0.95`.
     """
-    from .models import attachment, inspect
+    from .models import attachment, inspect, regional_compile
 
     transformers = inspect.transformers_of(model)
     if any(attachment.attachment_of(t) is not None for t in transformers):
@@ -50,6 +52,9 @@ def enable(model: Any, config: ConfigLike = "xattention", **changes: Any) -> Non
     chosen, note = resolve(config, model)
     chosen = chosen.replace(**changes) if changes else chosen
     _check(chosen, transformers)
+    if compile_blocks:
+        for transformer in transformers:
+            regional_compile.blocks_of(transformer)
     costs = _head_costs(chosen, len(transformers))
     layers, heads = shapes.pop()
     engine = Engine(chosen, layers, heads, len(transformers))
@@ -63,12 +68,17 @@ def enable(model: Any, config: ConfigLike = "xattention", **changes: Any) -> Non
         attached = [attachment.attach(model, engine)]
     for one, table in zip(attached, costs):
         one.assign_heads(table)
+    for one in attached:
+        if compile_blocks:
+            one.compile_blocks()
 
 
 @contextmanager
-def enabled(model: Any, config: ConfigLike = "xattention", **changes: Any) -> Iterator[Any]:
+def enabled(
+    model: Any, config: ConfigLike = "xattention", *, compile_blocks: bool = False, **changes: Any
+) -> Iterator[Any]:
     """`enable` for the length of a `with` block; gives the model."""
-    enable(model, config, **changes)
+    enable(model, config, compile_blocks=compile_blocks, **changes)
     try:
         yield model
     finally:

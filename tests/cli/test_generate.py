@@ -1,6 +1,8 @@
 """`heart generate` and `heart demo`: formats, options, and arguments that are judged before a model is loaded."""
 
+import functools
 import json
+import logging
 
 import pytest
 from calibrations_for_tests import JOINT
@@ -32,6 +34,21 @@ def test_the_calibration_brings_its_backbone(tmp_path, capsys):
     words = ["generate", "--prompt", PROMPT, *SMALL, "--out", str(out), "--calibration", str(JOINT), "--json"]
     assert main.main(words) == 0
     assert json.loads(capsys.readouterr().out)["method"] == "xattention"
+
+
+@pytest.mark.parametrize("command", [["generate"], ["generate", "--dense"]])
+def test_compiling_is_announced(command, tmp_path, caplog, monkeypatch):
+    from heart_attention.models import regional_compile
+
+    tracing = functools.partial(regional_compile.compile_blocks, backend="aot_eager")
+    monkeypatch.setattr(regional_compile, "compile_blocks", tracing)
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger(regional_compile.__name__)
+    try:
+        assert main.main([*command, "--prompt", PROMPT, *SMALL, "--compile"]) == 0
+    finally:
+        logger.setLevel(logging.NOTSET)
+    assert [line.split()[0] for line in caplog.messages if "blocks of" in line] == ["compiling", "compiled"]
 
 
 @pytest.mark.parametrize("words, sentence", [

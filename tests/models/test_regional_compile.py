@@ -1,5 +1,11 @@
 """Blocks compiled around attention: as many graphs as kinds of block, equal outputs, undone."""
 
+import functools
+import logging
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -7,7 +13,9 @@ from torch._dynamo.utils import counters
 import heart_attention as heart
 from heart_attention import tiny
 from heart_attention.errors import HeartError
-from heart_attention.models.regional_compile import compile_blocks
+from heart_attention.evaluation import methods, run
+from heart_attention.models import attachment, regional_compile
+from heart_attention.models.regional_compile import CACHE, compile_blocks, compiled
 
 
 @pytest.fixture
@@ -68,6 +76,90 @@ def test_blocks_that_the_user_compiled_stay_compiled(transformer, tmp_path, monk
 def test_a_model_without_repeated_blocks_is_refused():
     with pytest.raises(HeartError, match="Linear does not say which blocks it repeats"):
         compile_blocks(torch.nn.Linear(2, 2))
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """A compiler that only traces, so that tests take seconds."""
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
+    monkeypatch.delenv(CACHE, raising=False)
+    tracing = functools.partial(compile_blocks, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(attachment, "compile_blocks", tracing)
+    monkeypatch.setattr(regional_compile, "compile_blocks", tracing)
+    return tmp_path
+
+
+def test_enable_compiles_and_disable_gives_the_same_bits_back(transformer, quick):
+    want = forward(transformer)
+    config = heart.HeartConfig(heart.XAttention(stride=4, block=16), 0.6, dense_steps=0, force_sparse=True)
+    with heart.enabled(transformer, config):
+        sparse = forward(transformer)
+    heart.enable(transformer, config, compile_blocks=True)
+    assert os.environ[CACHE] == str(quick / "inductor"), "a cache that survives the process"
+    assert (forward(transformer) - sparse).abs().max() <= 1e-5
+    assert heart.stats(transformer).to_dict()["kernels"], "attention itself stays ours"
+    heart.disable(transformer)
+    counters.clear()
+    assert torch.equal(forward(transformer), want) and not counters["stats"] and CACHE not in os.environ
+
+
+def test_a_cache_that_the_user_named_stays(transformer, quick, monkeypatch):
+    monkeypatch.setenv(CACHE, str(quick / "mine"))
+    with heart.enabled(transformer, "xattention", compile_blocks=True):
+        assert os.environ[CACHE] == str(quick / "mine")
+    assert os.environ[CACHE] == str(quick / "mine")
+
+
+def test_a_line_says_when_the_compiler_starts_and_ends(transformer, quick, caplog):
+    caplog.set_level(logging.INFO, logger="heart_attention.models.regional_compile")
+    with compiled(transformer):
+        assert not caplog.messages
+        forward(transformer), forward(transformer)
+    first, last = caplog.messages
+    assert first.startswith(
+        f"compiling {transformer.config.num_layers} blocks of WanTransformer3DModel: the first step"
+    )
+    assert last.startswith(f"compiled {transformer.config.num_layers} blocks of WanTransformer3DModel in ")
+
+
+def test_enable_refuses_before_anything_is_touched(transformer, monkeypatch):
+    monkeypatch.setattr(type(transformer), "_repeated_blocks", None)
+    with pytest.raises(HeartError, match="does not say which blocks it repeats"):
+        heart.enable(transformer, "xattention", compile_blocks=True)
+    assert attachment.attachment_of(transformer) is None
+
+
+def test_all_rows_of_a_comparison_share_one_compilation(quick, tmp_path):
+    pipe = tiny.load()
+    call = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 3}
+    rows = [methods.build("dense", pipe, "tiny"), methods.build("xattention", pipe, "tiny", force_sparse=True)]
+    setting = run.Setting("tiny", call, in_turns=True, compile_blocks=True)
+    made = run.run(pipe, rows, ["a red square"], [0], setting, tmp_path / "out", warm=False)
+    assert made["provenance"]["compile_blocks"] and len(made["rows"]) == 2
+    assert counters["stats"]["unique_graphs"] == 1, "turns must not recompile"
+    assert all(block._compiled_call_impl is None for block in pipe.transformer.blocks)
+
+
+OTHER_PROCESS = """
+import torch, heart_attention as heart
+from heart_attention import tiny
+from torch._dynamo.utils import counters
+pipe = tiny.load()
+heart.enable(pipe, "xattention", compile_blocks=True)
+pipe("a red square", height=32, width=32, num_frames=5, num_inference_steps=1, output_type="latent")
+print("cache hits", counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_the_next_process_finds_what_was_compiled(tmp_path):
+    env = {**os.environ, "HEART_CACHE": str(tmp_path)}
+    env.pop(CACHE, None)
+    runs = [
+        subprocess.run([sys.executable, "-c", OTHER_PROCESS], env=env, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [r.stdout.strip().splitlines()[-1] for r in runs] == ["cache hits 0", "cache hits 1"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,19 @@ def cluster_of(args: argparse.Namespace) -> Any:
         return None
     loader = functools.partial(pipelines.load, args.model, args.dtype, args.device)
     return cases.Cluster(args.ray, loader, args.workers)
+
+
+def add_compile(parser: Any) -> None:
+    """Compile what stands around attention."""
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the model's repeated blocks around attention (dense ones too)"
+    )
+
+
+def announce_compile(args: argparse.Namespace) -> None:
+    """With --compile, show when the compiler starts and ends: it makes the first step long."""
+    if args.compile:
+        logging.getLogger("heart_attention.models.regional_compile").setLevel(logging.INFO)
 
 
 def add_json(parser: Any, what: str = "the result") -> None:

@@ -11,10 +11,12 @@ from ..evaluation.methods import DEFAULT
 from .arguments import (
     add_cluster,
     add_command,
+    add_compile,
     add_device,
     add_json,
     add_model,
     add_size,
+    announce_compile,
     check_folder,
     check_generation,
     cluster_of,
@@ -32,6 +34,7 @@ def register(commands) -> None:
     add_run_arguments(one, "runs/compare")
     add_device(one)
     add_cluster(one)
+    add_compile(one)
     one.add_argument("--methods", default=",".join(DEFAULT), help="comma-separated")
     one.add_argument(
         "--metrics", help="comma-separated: psnr, ssim, lpips, vmaf, … (default: psnr,ssim, and lpips with its weights)"
@@ -87,6 +90,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
     check_generation(args)
     check_folder(args.out, "--out")
+    announce_compile(args)
     wanted, prompts = words(args.methods, "--methods"), read_prompts(args, "demo", 8)
     seeds = numbers(args.seeds, "--seeds", int)
     names = compare.check_metrics(words(args.metrics, "--metrics") if args.metrics else None)
@@ -100,7 +104,8 @@ def run_compare(args: argparse.Namespace) -> int:
     with Steps(call["num_inference_steps"] * len(prompts) * len(seeds) * count) as progress:
         made = compare.compare(
             pipe, wanted, prompts, args.out, seeds=seeds, call=call, metrics=names, calibrations=args.calibration,
-            force_sparse=args.force_sparse, model=args.model, progress=progress, cluster=cluster,
+            force_sparse=args.force_sparse, model=args.model, compile_blocks=args.compile,
+            progress=progress, cluster=cluster,
         )  # fmt: skip
     lines = _lay_out(made, args) if args.judges else []
     if args.scores:

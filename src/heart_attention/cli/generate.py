@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeartError
-from .arguments import add_command, add_device, add_json, add_model, add_size, check_folder, check_generation
+from .arguments import (
+    add_command,
+    add_compile,
+    add_device,
+    add_json,
+    add_model,
+    add_size,
+    announce_compile,
+    check_folder,
+    check_generation,
+)
 from .progress import Steps
 
 
@@ -40,6 +50,7 @@ def register(commands) -> None:
     one.add_argument("--seed", type=int, default=0, help="of the starting noise")
     one.add_argument("--fps", type=int, help="frames a second (default: the model's: Wan 16, HunyuanVideo 24, …)")
     add_device(one)
+    add_compile(one)
     add_json(one, "what happened")
 
 
@@ -59,6 +70,7 @@ def _register_demo(commands) -> None:
     size.add_argument(
         "--full", action="store_true", help="8 prompts, 50 steps, also mask reuse and joint calibration alone"
     )
+    add_compile(demo)
     add_json(demo, "the table")
 
 
@@ -80,6 +92,7 @@ def run_demo(args: argparse.Namespace) -> int:
     from ..evaluation.report import report
 
     check_folder(args.out, "--out")
+    announce_compile(args)
     prompts, steps = _demo_plan(args)
     pipelines.check_call(steps=steps)
     pipe = pipelines.load("tiny")
@@ -88,7 +101,7 @@ def run_demo(args: argparse.Namespace) -> int:
     with Steps(steps * len(prompts) * len(wanted)) as progress:
         made = compare(
             pipe, wanted, prompts, args.out, seeds=[args.seed], call=call, force_sparse=args.force_sparse, model="tiny",
-            progress=progress,
+            compile_blocks=args.compile, progress=progress,
         )  # fmt: skip
     page = report(args.out)
     summary = tables.summarise(made)
@@ -124,12 +137,13 @@ def run_generate(args: argparse.Namespace) -> int:
     from ..evaluation import pipelines, run, video
 
     _check(args)
+    announce_compile(args)
     base = None if args.dense else _config_source(args)
     pipe = pipelines.load(args.model, args.dtype, args.device)
     call = {**pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps), **_more(args, pipe)}
     method = _method(args, base, pipe)
     with Steps(call["num_inference_steps"]) as progress:
-        setting = run.Setting(args.model, call)
+        setting = run.Setting(args.model, call, compile_blocks=args.compile)
         frames, row = run.generate(pipe, method, args.prompt, args.seed, setting, lambda: progress(method.name, 1))
     path = video.write(args.out, frames, args.fps or pipelines.frame_rate(pipe))
     stats = row.pop("stats")

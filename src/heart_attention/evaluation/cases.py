@@ -62,11 +62,14 @@ class CaseWorker(Worker[Case]):
 
     def run(self, task: Case, data: bytes | None = None) -> Iterator[Record]:
         """All methods of a case; records come when the last one is done."""
-        self._warm_up(task)
-        before = timing.cpu_wait()
-        jobs = [self._job(method, task) for method, _ in task.methods]
-        turns = generation.takes_turns(self.pipe, task.setting) and len(jobs) > 1
-        made = timing.in_turns(jobs) if turns else [job(None) for job in jobs]
+        from ..models import regional_compile
+
+        with regional_compile.compiled(self.pipe, task.setting.compile_blocks):  # once for all, since turns interleave
+            self._warm_up(task)
+            before = timing.cpu_wait()
+            jobs = [self._job(method, task) for method, _ in task.methods]
+            turns = generation.takes_turns(self.pipe, task.setting) and len(jobs) > 1
+            made = timing.in_turns(jobs) if turns else [job(None) for job in jobs]
         waited = timing.waited_share(before, timing.cpu_wait())
         reference, dense = made[0]
         for (method, name), (frames, row) in zip(task.methods, made):

@@ -27,6 +27,7 @@ def compare(
     model: str | None = None,
     fps: int | None = None,
     in_turns: bool | None = None,
+    compile_blocks: bool = False,
     progress: Callable[[str, int], Any] | None = None,
     cluster: Cluster | None = None,
 ) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def compare(
         model: name to record; None: what the pipeline was loaded from.
         fps: frames a second of the videos; None: the model's own.
         in_turns: methods take turns step by step, so that a busy moment meets all; None: so on a CPU.
+        compile_blocks: the transformer's repeated blocks are compiled around attention, for dense too.
         progress: called as `progress(method, steps)` while generations go on.
         cluster: Ray cluster that (prompt, seed) pairs are spread over, `cases.Cluster("auto", loader)`; None: here.
 
@@ -62,6 +64,7 @@ def compare(
         check_metrics(metrics),
         fps or pipelines.frame_rate(pipe),
         in_turns,
+        compile_blocks,
     )
     with cases.opened(cluster) as executor:
         made = run(pipe, chosen, _prompts(prompts, model), list(seeds), setting, out, progress, executor=executor)

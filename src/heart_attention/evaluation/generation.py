@@ -26,6 +26,7 @@ class Setting:
         metrics: names of the metrics against dense.
         fps: frames a second of the videos that are written.
         in_turns: methods take turns step by step; None: so on a CPU, where others share the machine.
+        compile_blocks: the transformer's repeated blocks are compiled, for every method, dense too.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Setting:
     metrics: tuple[str, ...] = ("psnr", "ssim")
     fps: int = 8
     in_turns: bool | None = None
+    compile_blocks: bool = False
 
 
 class _Lane:
@@ -100,6 +102,7 @@ def generate(
     import torch
 
     from .. import api
+    from ..models import regional_compile
 
     lane = _Lane(pipe, pause)
 
@@ -111,7 +114,7 @@ def generate(
 
     generator = torch.Generator("cpu").manual_seed(seed)
     try:
-        with api.enabled(lane.pipe, method.config):
+        with regional_compile.compiled(lane.pipe, setting.compile_blocks), api.enabled(lane.pipe, method.config):
             output = lane.pipe(
                 prompt, generator=generator, callback_on_step_end=step_done, output_type="np", **setting.call
             )

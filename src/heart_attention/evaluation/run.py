@@ -33,6 +33,8 @@ __all__ = ["Setting", "fingerprint", "generate", "run"]
 def _identity(method: Method, prompt: str, seed: int, setting: Setting, weights: Any) -> str:
     """What makes a generation the one that is wanted; any change of it is another record. Metrics are added later."""
     parts = [setting.model, weights, setting.call, setting.fps, method.name, method.config.to_dict(), prompt, seed]
+    if setting.compile_blocks:
+        parts.append("compiled blocks")
     text = json.dumps([*parts, __version__], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -118,6 +120,8 @@ def run(
     more: dict[str, Any] = {"model": setting.model, "call": setting.call, "seeds": list(seeds)}
     more["configs"] = {m.name: m.config.to_dict() for m in methods}
     more["in_turns"] = takes_turns(pipe, setting)
+    if setting.compile_blocks:
+        more["compile_blocks"] = True
     more["devices"] = results.devices(rows)
     if spent and executor is None:  # what metrics, videos and bookkeeping cost on top of the generations themselves
         more["overhead"] = round((time.perf_counter() - began) / spent - 1, 4)

@@ -25,6 +25,7 @@ from .families.base import Family, Grid, count
 from .head_assignment import Costs, check_costs
 from .inspect import layers_and_heads, transformers_of
 from .listener import CHILD, Listener
+from .regional_compile import CompiledBlocks, compile_blocks
 from .ulysses import check_parallel
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Attachment:
         self.handler, self.family, self.clock, self.index = handler, family, clock, index
         self.handle = custom_ops.handle(self)
         self.costs: list[tuple[float, ...]] | None = None  # of each layer's heads, where ranks share them by cost
+        self.compiled = CompiledBlocks([])
         self._call: CallContext | None = None
         self._tokens = 0
         self._unreadable = ""  # why the family could not read this forward's inputs
@@ -130,6 +132,10 @@ class Attachment:
     def assign_heads(self, costs: Costs) -> None:
         """Let ranks share heads by these costs [L, H], the same on every rank."""
         self.costs = check_costs(costs, len(self._layers))
+
+    def compile_blocks(self) -> None:
+        """Compile the transformer's repeated blocks around attention until `detach`."""
+        self.compiled = compile_blocks(self.transformer)
 
     # ---------------------------------------- at work
 
@@ -247,6 +253,7 @@ class Attachment:
     def detach(self) -> None:
         """Leave the transformer as it would be without HEART. Detaching twice does nothing."""
         self.pause()
+        self.compiled.undo()
         self._layers = []
 
     def pause(self) -> None:

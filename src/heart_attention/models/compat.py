@@ -79,3 +79,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def uncompile(module: torch.nn.Module) -> None:
     """Undo `module.compile()`; torch has no public way."""
     module._compiled_call_impl = None
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What a module that was compiled runs when it is called."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
+    """Let a compiled module run this when it is called."""
+    module._compiled_call_impl = call
