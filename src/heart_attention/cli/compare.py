@@ -86,6 +86,7 @@ def read_prompts(args: argparse.Namespace, split: str, default: int) -> list[str
 def run_compare(args: argparse.Namespace) -> int:
     """All methods on all prompts; table, results, optionally videos for the judges and their scores."""
     from ..evaluation import compare, methods, pipelines, results
+    from ..evaluation.metrics import judges
     from .progress import Steps
 
     check_generation(args)
@@ -97,6 +98,8 @@ def run_compare(args: argparse.Namespace) -> int:
     methods.check(wanted, methods.sort_calibrations(args.calibration), args.model)
     if args.scores and not Path(args.scores).is_dir():
         raise HeartError(f"there is no folder {args.scores!r}: give the one that --judges laid out")
+    if args.judges:
+        judges.check_folder(args.judges)
     cluster = cluster_of(args)
     pipe = pipelines.load(args.model, args.dtype, args.device)
     call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps, args.quick)
@@ -109,8 +112,6 @@ def run_compare(args: argparse.Namespace) -> int:
         )  # fmt: skip
     lines = _lay_out(made, args) if args.judges else []
     if args.scores:
-        from ..evaluation.metrics import judges
-
         made = judges.attach_scores(made, args.scores)
         results.save(made, args.out)
     show(made, args, lines)

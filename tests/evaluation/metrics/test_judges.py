@@ -47,9 +47,24 @@ def test_no_two_prompts_share_a_file(tmp_path):
     ]
     folder = judges.export(rows_of(tmp_path, prompts, seeds=(7, 3)), tmp_path / "out")
     listing = json.loads((folder / "dense" / "prompts.json").read_text())
-    assert len(listing) == 2 * len(prompts) == len(list((folder / "dense").glob("*.mp4")))
+    assert len(listing) == 2 * len(prompts) == len(list((folder / "dense" / "videos").glob("*.mp4")))
     assert all(len(name.encode()) < 255 and "/" not in name for name in listing)
     assert listing["a cat-0.mp4"] == listing["a cat-1.mp4"] == "a cat"  # VBench's own form, seeds counted from 0
+
+
+def test_videos_lie_alone_because_vbench_takes_the_ending_of_the_first_file_it_sees(tmp_path):
+    folder = judges.export(rows_of(tmp_path, ["a cat", "a dog"]), tmp_path / "out")
+    assert {p.suffix for p in (folder / "dense" / "videos").iterdir()} == {".mp4"}
+
+
+def test_the_longest_prompt_of_vbench_keeps_its_name():
+    """VBench looks for `<prompt>-<index>.mp4`, and its longest prompt has 210 characters."""
+    assert judges.safe_name("w" * 210) == "w" * 210 and len(f"{judges.safe_name('w' * 999)}-4.mp4".encode()) < 255
+
+
+def test_a_folder_that_vbenchs_shell_would_cut_is_refused(tmp_path):
+    with pytest.raises(HeartError, match="without spaces"):
+        judges.export(rows_of(tmp_path, ["a cat"]), tmp_path / "my videos")
 
 
 def test_scores_come_back_into_the_rows(tmp_path):

@@ -1,7 +1,7 @@
 """VBench and VisionReward, which need environments of their own: videos and prompts out, their JSON back in.
 
-1. `export(rows, folder)` lays out one folder a method: `<prompt>-<index>.mp4` as VBench wants it, `prompts.json`, and
-   beside them the script that runs VisionReward on such a folder.
+1. `export(rows, folder)` lays out one folder a method: `videos/<prompt>-<index>.mp4` as VBench wants it (nothing else may
+   lie there), `prompts.json`, and beside the folders the script that runs VisionReward on one of them.
 2. The user runs the judges there, each in its own environment; `commands(...)` gives the lines to type.
 3. `attach_scores` reads what the judges wrote into the rows of `results.json`.
 """
@@ -21,7 +21,9 @@ from ...files import read_json, write_json
 from . import vbench
 
 RUNNER = "visionreward_scores.py"
-LIMIT = 200  # characters of a file name that come from the prompt; file systems allow 255 bytes in all
+LIMIT = 230  # bytes of a file name that come from the prompt (VBench's longest has 210); file systems allow 255 in all
+VIDEOS = "videos"
+PLAIN_PATH = re.compile(r"[\w./+@:=,-]+")
 
 
 def safe_name(prompt: str) -> str:
@@ -33,9 +35,17 @@ def safe_name(prompt: str) -> str:
     return f"{short or 'prompt'} {hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
 
 
+def check_folder(folder: str | Path) -> Path:
+    """The folder, if VBench can work in it: it hands its arguments to a shell without quotes."""
+    path = str(Path(folder).resolve())
+    if not PLAIN_PATH.fullmatch(path):
+        raise HeartError(f"the judges' folder is {path!r}: VBench cannot read such a path, give one without spaces")
+    return Path(folder)
+
+
 def export(rows: list[dict], folder: str | Path) -> Path:
     """Copy the videos of result rows (each with method, prompt, seed, video) into the layout that judges read."""
-    folder = Path(folder)
+    folder = check_folder(folder)
     seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in rows}))}  # VBench counts from 0
     listing: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -43,7 +53,7 @@ def export(rows: list[dict], folder: str | Path) -> Path:
         if not source.is_file():
             raise HeartError(f"the video {str(source)!r} of method {row['method']!r} is gone: run the comparison again")
         name = f"{safe_name(row['prompt'])}-{seeds[row['seed']]}{source.suffix}"
-        target = folder / row["method"] / name
+        target = folder / row["method"] / VIDEOS / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
         listing.setdefault(row["method"], {})[name] = row["prompt"]

@@ -1,8 +1,8 @@
 """VBench: its prompt suite, the videos' names it expects, the commands it accepts, and its results read back.
 
 VBench needs an environment of its own (`pip install vbench` there). Its command takes one dimension at a time. On its own
-suite it looks for `<prompt>-<0…4>.mp4` and judges each dimension on that dimension's prompts; on others it judges every
-video and reads the prompts from a file.
+suite it looks for `<prompt>-<0…4>` with the ending of whichever file it sees first, so videos lie in a folder of their own, and
+judges each dimension on that dimension's prompts; on others it judges every video and reads the prompts from a file.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def commands(folder: str | Path, standard: bool) -> list[list[str]]:
     mode = ["--mode", "vbench_standard"] if standard else ["--mode", "custom_input"]
     mode += [] if standard else ["--prompt_file", str(folder / "prompts.json")]
     return [
-        ["vbench", "evaluate", "--videos_path", str(folder), "--dimension", name, *mode,
+        ["vbench", "evaluate", "--videos_path", str(folder / "videos"), "--dimension", name, *mode,
          "--output_path", str(folder / "vbench" / name)]
         for name in DIMENSIONS
     ]  # fmt: skip

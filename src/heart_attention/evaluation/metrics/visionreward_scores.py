@@ -26,12 +26,12 @@ def load_judge(script):
 
 
 def score_folder(folder, score, out, say=print):
-    """Score what is missing of {file: prompt} in `folder`/prompts.json; the list that was written to `out`."""
+    """Score what is missing of {file in videos/: prompt} in `folder`/prompts.json; the list that was written to `out`."""
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
     done = {e["video"]: e for e in json.loads(out.read_text())} if out.is_file() else {}
     for i, (name, prompt) in enumerate(prompts.items()):
         if name not in done:
-            value = float(score(str(folder / name), prompt))
+            value = float(score(str(folder / "videos" / name), prompt))
             if not math.isfinite(value):
                 raise SystemExit(f"VisionReward gave {value} for {name}: check the video")
             done[name] = {"video": name, "prompt": prompt, "score": value}
