@@ -219,7 +219,7 @@ def order_study(model: str, quick: bool, steps: int, prompts: int, quality: bool
     pipe = pipelines.load(model)
     call = pipelines.call_arguments(model, pipe, steps=steps, quick=quick)
     config = preset("xattention", pipe)
-    sampled = tuple(sorted({steps // 4, steps // 2, steps - 2} | {config.dense_steps}))
+    sampled = tuple(sorted({steps // 4, steps // 2, steps - 2} | {config.first_dense_steps(steps)}))
     tuned = {tau: tuned_heads(pipe, config.replace(thresholds=tau), call, sampled) for tau in (0.8, 0.9)}
     counter = BlockCounter(config.backbone, tuned[0.9].order, MASSES, sampled)
     texts = tiny.prompts("demo")[:prompts]
@@ -247,7 +247,7 @@ def tuned_heads(pipe: Any, config: Any, call: dict, steps: tuple[int, ...]) -> A
     from heart_attention.evaluation.watch import watch
     from heart_attention.tuning import order
 
-    looked = [step for step in steps if step >= config.dense_steps]
+    looked = [step for step in steps if step >= config.first_dense_steps(call["num_inference_steps"])]
     probe = order.OrderProbe(config.backbone, thresholds_of(pipe, config), looked)
     watch(pipe, probe, tiny.prompts("calibration")[:2], 0, call)
     return order.tune(probe)

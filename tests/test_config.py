@@ -43,7 +43,13 @@ def test_presets_have_the_papers_values(name):
         assert c.backbone == SVG2(300, 1000, 0.10, 50, 2)
         assert c.reuse.delta == (30.0 if name.startswith("hunyuan") else 8.0)
     assert (c.reuse.gate, c.reuse.relative, c.thresholds) == ((0.4, 0.8), None, 0.9)
-    assert (c.dense_steps, c.dense_layers, c.order, c.force_sparse, p.steps) == (5, 0, "raster", False, 50)
+    assert (c.first_dense_steps(p.steps), c.dense_layers, c.order, c.force_sparse, p.steps) == (
+        5,
+        0,
+        "raster",
+        False,
+        50,
+    )
     size = (720, 480, 129) if name.startswith("hunyuan") else (1280, 720, 81) if "720p" in name else (832, 480, 81)
     assert (p.width, p.height, p.frames) == size
     assert bool(p.ours) == (name.startswith("wan2.2") or name == "hunyuanvideo-13b-xattention")
@@ -210,3 +216,12 @@ def test_configs_do_not_change():
     with pytest.raises(AttributeError):
         c.order = "tiles"
     assert configs.VERSION == c.to_dict()["_version"]
+
+
+def test_dense_steps_of_older_configs_are_five_where_they_say_nothing():
+    old = {"_type": "HeartConfig", "_version": 2, "_data": {}}
+    assert HeartConfig.from_dict(old).dense_steps == 5
+    assert HeartConfig.from_dict({**old, "_data": {"dense_steps": 2}}).dense_steps == 2
+    assert HeartConfig.from_dict({**old, "_version": configs.VERSION}).dense_steps == "auto"
+    last = HeartConfig(dense_last_steps=1)
+    assert HeartConfig.from_dict(last.to_dict()) == last

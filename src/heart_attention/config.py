@@ -1,7 +1,7 @@
 """What a user sets: `HeartConfig`, and its JSON form.
 
 JSON has the form {"_type", "_version", "_data"}: nothing is executed, unknown types, versions and fields are
-refused. Version 1 is migrated on loading.
+refused. Versions 1 and 2 are migrated on loading.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .errors import HeartError, shown
 from .files import read_json, write_json
 from .online import reuse as policies
 from .online import thresholds as head_thresholds
+from .online import warmup
 from .online.points import Point, PointTable, check_rest
 from .online.reuse import TMR, Policy
 
@@ -34,9 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HeartConfig", "Point", "PointTable"]
 
-VERSION = 2
+VERSION = 3
 HEAD_ASSIGNMENTS = ("order", "cost")
-STEP_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class HeartConfig:
         reuse: when masks are predicted anew: `TMR`, `Interval`, `Warmup`, `Always`, or any object with `refresh`.
         order: "raster" (tokens as the model has them), "tiles" (blocks compact in time and space), or a tile's shape for
             every head, as `heart tune-order` finds them.
-        dense_steps: denoising steps at the start that stay dense.
+        dense_steps: denoising steps at the start that stay dense: a number, or "auto" for as many as the noise asks for:
+            five of fifty or twenty-five, one of eight or four.
+        dense_last_steps: denoising steps at the end that stay dense.
         dense_layers: layers at the start that stay dense.
         kernel: a kernel's name, or "auto" for the quickest that serves here.
         force_sparse: sparse even where dense would be quicker (tests, studies).
@@ -68,7 +70,7 @@ class HeartConfig:
     thresholds: Any = None
     reuse: Policy = None  # type: ignore[assignment]
     order: Any = "raster"
-    dense_steps: int = 5
+    dense_steps: int | str = warmup.AUTO
     dense_layers: int = 0
     kernel: str = "auto"
     force_sparse: bool = False
@@ -78,6 +80,7 @@ class HeartConfig:
     rest: str = "drop"
     points: PointTable | None = None
     cost_table: str | None = None
+    dense_last_steps: int = 0
 
     if TYPE_CHECKING:  # what a user may give; __post_init__ turns it into the types above
 
@@ -87,7 +90,7 @@ class HeartConfig:
             thresholds: Thresholds | None = None,
             reuse: Policy | None = None,
             order: str | Sequence[Any] = "raster",
-            dense_steps: int = 5,
+            dense_steps: int | Literal["auto"] = "auto",
             dense_layers: int = 0,
             kernel: str = "auto",
             force_sparse: bool = False,
@@ -97,6 +100,7 @@ class HeartConfig:
             rest: Literal["drop", "mean", "first-order"] = "drop",
             points: PointTable | None = None,
             cost_table: str | None = None,
+            dense_last_steps: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -129,9 +133,10 @@ class HeartConfig:
                 raise HeartError(f"model is {shown(self.model)}: known are {', '.join(MODELS)}; or leave it out")
 
     def _check_numbers(self) -> None:
-        for name in ("dense_steps", "dense_layers"):
+        warmup.check(self.dense_steps)
+        for name in ("dense_layers", "dense_last_steps"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= STEP_LIMIT:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= warmup.STEP_LIMIT:
                 raise HeartError(f"{name} is {shown(value)}: it must be a whole number, 0 or more")
         for name in ("force_sparse", "scale_clusters"):
             if not isinstance(getattr(self, name), bool):
@@ -142,6 +147,10 @@ class HeartConfig:
         """The old name of `head_assignment`."""
         warnings.warn("HeartConfig.deal is called head_assignment now", DeprecationWarning, stacklevel=2)
         return self.head_assignment
+
+    def first_dense_steps(self, steps: int) -> int:
+        """How many of the first steps are dense in a generation of `steps`, as far as the number alone tells."""
+        return warmup.first_steps(self.dense_steps, steps)
 
     def replace(self, **changes: Any) -> HeartConfig:
         """A copy with some fields changed."""
@@ -222,8 +231,13 @@ def _renamed(data: dict[str, Any], stacklevel: int = 2) -> dict[str, Any]:
 
 
 def _migrated(data: dict[str, Any], version: int) -> dict[str, Any]:
-    """Fields of any version as those of the present one: version 1 called the head assignment `deal`."""
-    return data if version == VERSION else {("head_assignment" if k == "deal" else k): v for k, v in data.items()}
+    """Fields of any version as those of the present one.
+
+    Version 1 called the head assignment `deal`; up to version 2, dense_steps left out meant five.
+    """
+    if version == VERSION:
+        return data
+    return {"dense_steps": 5} | {("head_assignment" if k == "deal" else k): v for k, v in data.items()}
 
 
 def _unwrap(obj: Any, kind: str) -> tuple[dict[str, Any], int]:

@@ -37,10 +37,10 @@ STEPS = (4, 8)  # numbers of steps whose noise levels are met more often than ot
 class Plan:
     """How many pairs and steps, at which sizes, how fast."""
 
-    pairs: int = 72
+    pairs: int = 52
     first: int = 12  # pairs before the first step; one more for every `every` steps
     every: int = 8
-    steps: int = 600
+    steps: int = 320
     lr: tuple[float, float] = (3e-4, 3e-5)  # falls linearly
     sizes: tuple[str, ...] = ("brief", "brief", "brief", "quick") * 2 + ("brief", "brief", "brief", "native")  # in turn
 
@@ -193,12 +193,14 @@ def export(folder: Path, out: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """``python -m tools.train_tiny.student --out runs/student [--export]``"""
+    """Train, or write the checkpoint into the package."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/student"), help="pairs, log and checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--export", action="store_true", help="write the checkpoint into the package instead of training")
+    parser.add_argument(
+        "--export", action="store_true", help="write the checkpoint into the package instead of training"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)

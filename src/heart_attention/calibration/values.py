@@ -117,7 +117,7 @@ def order(value: Any) -> Any:
 
 
 _SETTINGS = {
-    "dense_steps": lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= 1_000_000,
+    "dense_steps": lambda v: v == "auto" or (type(v) is int and 0 <= v <= 1_000_000),
     "scale_clusters": lambda v: isinstance(v, bool),
     "grid": lambda v: v is None or (isinstance(v, list) and len(v) == 3 and all(type(n) is int and n > 0 for n in v)),
     "transformer": lambda v: v in (None, "transformer", "transformer_2"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeartError
+from ..online import warmup
 from .arguments import (
     add_command,
     add_compile,
@@ -43,7 +44,10 @@ def register(commands) -> None:
         help="operating point (twice: two transformers)",
     )
     one.add_argument("--dense", action="store_true", help="without HEART")
-    one.add_argument("--dense-steps", type=int, metavar="N", help="first steps that stay dense (default: the preset's)")
+    one.add_argument(
+        "--dense-steps", type=warmup.read, metavar="N|auto", help="first steps that stay dense (default: the preset's)"
+    )
+    one.add_argument("--dense-last-steps", type=int, metavar="N", help="last steps that stay dense (default: none)")
     one.add_argument("--force-sparse", action="store_true", help="sparse even where dense would be quicker")
     add_size(one)
     one.add_argument("--guidance", type=float, metavar="SCALE", help="guidance scale (default: the pipeline's)")
@@ -164,7 +168,9 @@ def _check(args: argparse.Namespace) -> None:
 
     video.check_suffix(args.out)
     check_generation(args)
-    for name, least in (("fps", 1), ("dense_steps", 0)):
+    if args.dense_steps is not None:
+        warmup.check(args.dense_steps, "--dense-steps")
+    for name, least in (("fps", 1), ("dense_last_steps", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise HeartError(f"--{name.replace('_', '-')} is {value}: it must be {least} or more")
@@ -240,8 +246,8 @@ def _method(args: argparse.Namespace, source: Any, pipe: Any) -> Any:
         return methods.build("dense", pipe, args.model)
     config, _ = resolve(source, pipe)
     changes: dict[str, Any] = {"force_sparse": True} if args.force_sparse else {}
-    if args.dense_steps is not None:
-        changes["dense_steps"] = args.dense_steps
+    asked = {name: getattr(args, name) for name in ("dense_steps", "dense_last_steps")}
+    changes |= {name: value for name, value in asked.items() if value is not None}
     return methods.Method(args.preset or config.backbone.name, config.replace(**changes) if changes else config)
 
 

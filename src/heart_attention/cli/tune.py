@@ -118,7 +118,12 @@ def record(pipe: Any, config: Any, prompt: str, seed: int, call: dict) -> Any:
     from ..evaluation.watch import watch
     from ..tuning.delta import MaskProbe
 
-    probe = MaskProbe(config.backbone, thresholds_of(pipe, config), config.dense_steps, config.scale_clusters)
+    probe = MaskProbe(
+        config.backbone,
+        thresholds_of(pipe, config),
+        config.first_dense_steps(call["num_inference_steps"]),
+        config.scale_clusters,
+    )
     watch(pipe, probe, [prompt], seed, call)
     return probe
 
@@ -182,7 +187,7 @@ def run_order(args: argparse.Namespace) -> int:
     pipe = pipelines.load(args.model, args.dtype, args.device)
     call = pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps, args.quick)
     config, _ = resolve(args.config, pipe)
-    steps = _looks(config.dense_steps, call["num_inference_steps"], args.looks)
+    steps = _looks(config.first_dense_steps(call["num_inference_steps"]), call["num_inference_steps"], args.looks)
     probe = order.OrderProbe(config.backbone, thresholds_of(pipe, config), steps, config.kernel)
     watch(pipe, probe, _prompts(args), args.seed, call)
     tuned = order.tune(probe, args.keep)

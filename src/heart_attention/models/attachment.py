@@ -150,6 +150,7 @@ class Attachment:
             branch=moment.branch,
             generation=moment.generation,
             sigma=self.clock.noise_level(moment.step),
+            schedule=self.clock.noise_levels(),
             grid=grid,
             text=self._text(inputs),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ class CallContext:
         head_offset, heads_total: with Ulysses, this rank has the heads `head_offset ...` out of `heads_total`.
         heads: the true indices of this call's heads, when they were assigned to ranks in another order.
         all_reduce: sums a tensor over the ranks that share this layer's heads; None on one process.
+        schedule: the noise level of every step of this generation, where a scheduler tells.
     """
 
     transformer: int = 0
@@ -47,6 +48,7 @@ class CallContext:
     heads_total: int | None = None
     heads: list[int] | None = None
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    schedule: Sequence[float] | None = None
 
     def at_layer(self, layer: int) -> CallContext:
         """The same context, at a layer of this forward (`copy.copy` takes eight times as long)."""
@@ -65,6 +67,7 @@ class CallContext:
             self.heads_total,
             self.heads,
             self.all_reduce,
+            self.schedule,
         )
 
 

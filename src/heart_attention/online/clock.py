@@ -44,7 +44,11 @@ class Clock:
         self._given: int | None = None  # its step_index
         self._fixed: tuple[int, str] | None = None
         self._table: Any = None  # the scheduler's timesteps, a new tensor for every generation
-        self._levels: tuple[Any, list[float]] = (None, [])  # a table of timesteps, and its noise levels
+        self._levels: tuple[Any, int, list[float]] = (
+            None,
+            0,
+            [],
+        )  # a table of timesteps, where it begins, its noise levels
         self._forget()
 
     def _forget(self) -> None:
@@ -90,7 +94,12 @@ class Clock:
         return self._tick_by_time(timestep)
 
     def noise_level(self, step: int) -> float | None:
-        """σ at a step, from 1 at the start of denoising down: its timestep over the number of training timesteps.
+        """σ at a step, from 1 at the start of denoising down; None where no scheduler tells."""
+        levels = self.noise_levels()
+        return levels[step] if levels is not None and 0 <= step < len(levels) else None
+
+    def noise_levels(self) -> list[float] | None:
+        """σ at every step of this generation: its timestep over the number of training timesteps.
 
         None where no scheduler tells. The table is read once a generation, so that a GPU does not wait at every forward.
         """
@@ -99,11 +108,11 @@ class Clock:
         total = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
         if times is None or not total:
             return None
-        if self._levels[0] is not times:
-            levels = (torch.as_tensor(times).double().cpu() / total).tolist()
-            self._levels = (times, [1 - x for x in levels] if self.rising else levels)
-        index = step + (getattr(scheduler, "begin_index", None) or 0)
-        return self._levels[1][index] if 0 <= index < len(self._levels[1]) else None
+        begin = getattr(scheduler, "begin_index", None) or 0
+        if self._levels[0] is not times or self._levels[1] != begin:
+            levels = (torch.as_tensor(times).double().cpu() / total).tolist()[begin:]
+            self._levels = (times, begin, [1 - x for x in levels] if self.rising else levels)
+        return self._levels[2]
 
     def _tick_by_time(self, timestep: torch.Tensor | float | None) -> Moment:
         time = torch.as_tensor(float("nan") if timestep is None else timestep).detach().cpu()

@@ -21,7 +21,7 @@ from ..backbones.base import Backbone
 from ..config import HeartConfig
 from ..errors import HeartError
 from ..masks import Mask, Text
-from . import agreement, cost_model, reuse, thresholds
+from . import agreement, cost_model, reuse, thresholds, warmup
 from .call import CallContext, Dense, Handler
 from .cost_model import CostTable, Share
 from .layer_state import HeadGroup, LayerState, Request
@@ -59,6 +59,7 @@ class Engine(Handler):
         self._states: dict[tuple, LayerState] = {}
         self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
+        self._dense_steps: warmup.DenseSteps | None = None  # of this generation, chosen at its first call
         self._first_forward = True
         self._prepared = False  # whether what kernels need is built: it must not count as a call's time
 
@@ -95,6 +96,8 @@ class Engine(Handler):
         """A generation is over: drop its masks, anchors and plans."""
         if self._states:
             self.recorder.memory = self.memory()
+        self._dense_steps = None
+        self.recorder.warn_if_all_warm_up()
         self._states.clear()
         self._last.clear()
         self.recorder.end_generation()
@@ -138,8 +141,8 @@ class Engine(Handler):
 
     def _reason_dense(self, call: CallContext, q: Tensor, k: Tensor) -> str:
         """Why this call runs dense, as far as can be said without looking at its values; the same on all ranks."""
-        if call.step is not None and call.step < self.config.dense_steps:
-            return "warm-up step"
+        if call.step is not None and (reason := self.dense_steps(call).reason(call.step)):
+            return reason
         if self.points.dense_layer(call.transformer, self.points.phase(call.sigma), call.layer):
             return "every threshold is 1"
         if call.layer < self.config.dense_layers:
@@ -149,6 +152,14 @@ class Engine(Handler):
         if q.requires_grad and torch.is_grad_enabled():
             return self._once("gradients are wanted", "dense attention: gradients are wanted; use torch.no_grad()")
         return ""
+
+    def dense_steps(self, call: CallContext) -> warmup.DenseSteps:
+        """Which steps of this generation are dense: chosen once for it, from its schedule."""
+        if self._dense_steps is None:
+            config = self.config
+            self._dense_steps = warmup.choose(config.dense_steps, config.dense_last_steps, self.steps(), call.schedule)
+            self.recorder.take_dense_steps(self._dense_steps)
+        return self._dense_steps
 
     def _once(self, reason: str, sentence: str) -> str:
         """Log the sentence the first time this reason comes up."""
@@ -232,7 +243,7 @@ class Engine(Handler):
             cached, at_step = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.int64)
             made = [self._group(spec, places, q.shape[2]) for spec, places in specs]
             state = self._states[key] = LayerState(signature, made, cached, at_step)
-        request.step = call.step if call.step is not None else self.config.dense_steps + state.calls
+        request.step = call.step if call.step is not None else self.dense_steps(call).first + state.calls
         return state
 
     def _group(self, spec: GroupSpec, places: list[int], n: int) -> HeadGroup:

@@ -7,6 +7,7 @@ with use.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -15,8 +16,12 @@ from typing import Any
 
 import torch
 
+from .warmup import FIRST, LAST, DenseSteps
+
+log = logging.getLogger(__name__)
+
 PARTS = ("drift", "prediction", "planning", "attention", "dense")
-ASKED_DENSE = frozenset(("warm-up step", "every threshold is 1", "dense layer"))  # what the config asks to be dense
+ASKED_DENSE = frozenset((FIRST, LAST, "every threshold is 1", "dense layer"))  # what the config asks to be dense
 
 
 class Timer:
@@ -157,6 +162,7 @@ class Recorder:
         self.reasons: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
         self.costs: dict[str, str] = {}  # the table that decided dense or sparse
+        self.dense_steps: DenseSteps | None = None  # of the last generation
         self.rows: list[Row] = []
         self.memory: dict[str, int] = {}
         self._pending: list[Row] = []
@@ -165,6 +171,28 @@ class Recorder:
     def end_generation(self) -> None:
         """The next row opens a new generation."""
         self._over = True
+
+    def take_dense_steps(self, chosen: DenseSteps) -> None:
+        """What was chosen for this generation: said in the log when it is new."""
+        if chosen == self.dense_steps:
+            return
+        self.dense_steps = chosen
+        log.info("%s", chosen)
+        self.warn(chosen.warning())
+
+    def warn(self, sentence: str) -> None:
+        """Log a sentence and keep it as a note, once."""
+        if sentence and sentence not in self.notes:
+            log.warning("%s", sentence)
+            self.notes.append(sentence)
+
+    def warn_if_all_warm_up(self) -> None:
+        """Where nothing told how many steps there are, a generation that had none but dense ones is seen at its end."""
+        known = self.dense_steps is None or self.dense_steps.steps is not None
+        if self._over or known or not all(row.reason == FIRST for row in self.rows):
+            return
+        steps = 1 + max(row.step for row in self.rows)
+        self.warn(f"all {steps} steps ran dense: {self.dense_steps}; give fewer dense_steps")
 
     def add(self, row: Row) -> None:
         """Take one call."""
@@ -224,6 +252,7 @@ class Recorder:
             "fallbacks": {reason: n for reason, n in self.reasons.items() if reason not in ASKED_DENSE},
             "kernels": dict(self.kernels),
             "cost_table": dict(self.costs),
+            "dense_steps": None if self.dense_steps is None else self.dense_steps.to_dict(),
             "untimed_calls": len(self._pending),
             "memory": dict(memory or self.memory),
             "layers": layers,
@@ -296,6 +325,8 @@ class Stats:
         )
         reasons = ", ".join(f"{count} {reason}" for reason, count in d["dense_reasons"].items())
         lines.append(f"dense: {d['dense_calls']} calls" + (f" ({reasons})" if reasons else ""))
+        if d["dense_steps"]:
+            lines.append(f"steps: {DenseSteps(**d['dense_steps'])}")
         total = d["time"]["total"]
         shares = ", ".join(f"{part} {d['time'][part]:.3f}" for part in PARTS)
         lines.append(f"time: {total:.3f} s ({shares})")

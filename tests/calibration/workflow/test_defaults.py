@@ -34,8 +34,8 @@ def test_a_backbone_by_name_has_the_presets_settings(pipe, tiny_pipe):
 
 
 def test_short_runs_have_fewer_contexts(pipe):
-    made = defaults.settings_for(pipe, XAttention(), ["a"], ["b"], CALL | {"num_inference_steps": 7}, {})
-    assert made.contexts == 2 and made.held_out_contexts == 2
+    made = defaults.settings_for(pipe, XAttention(), ["a"], ["b"], CALL | {"num_inference_steps": 3}, {})
+    assert made.contexts == 2 and made.held_out_contexts == 2 and made.first_dense_steps == 1
     asked = defaults.settings_for(pipe, XAttention(), ["a"], [], CALL, {"contexts": 1, "rounds": None})
     assert asked.contexts == 1 and asked.held_out_contexts == 0 and asked.rounds == 1
 

@@ -166,7 +166,7 @@ def case_of(pipe: Any, settings: Settings, phases: Phases, document: dict[str, A
         head_dim=model["head_dim"],
         refresh=float(settings.refresh),
         steps=last - first + 1,
-        dense_steps=max(0, settings.dense_steps - first),
+        dense_steps=max(0, settings.first_dense_steps - first),
         scale_clusters=settings.scale_clusters,
     )
     return Case(settings, model["layers"], model["heads"], phases, times, table)

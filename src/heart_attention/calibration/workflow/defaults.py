@@ -11,6 +11,7 @@ from ...backbones import Backbone
 from ...config import HeartConfig
 from ...errors import HeartError
 from ...online.points import Point
+from ...online.warmup import first_steps
 from ...presets import identify, preset
 from .. import experts
 from ..measure import velocity_error
@@ -87,7 +88,7 @@ def _steps(pipe: Any, values: dict[str, Any]) -> int:
     """How many steps of a generation this transformer serves sparsely."""
     steps = int(values["call"].get("num_inference_steps", 50))
     first, last = experts.served(pipe, values.get("transformer"), steps)
-    return max(last + 1 - max(first, values["dense_steps"]), 1)
+    return max(last + 1 - max(first, first_steps(values["dense_steps"], steps)), 1)
 
 
 def default_prompts(tiny: bool) -> tuple[list[str], list[str]]:

@@ -56,7 +56,7 @@ class Phases:
 def phases_of(settings: Settings, scheduler: Any, served: tuple[int, int] | None = None) -> Phases:
     """The phases that settings ask for: the sparse steps that the transformer serves, cut as strata are."""
     first, last = served or (0, settings.steps - 1)
-    dense = max(0, settings.dense_steps - first)
+    dense = max(0, settings.first_dense_steps - first)
     if settings.phases == 1:
         return Phases(((first + min(dense, last - first), last),), (), (1.0,))
     cut = draws.strata(last - first + 1, "sparse", dense, settings.phases)

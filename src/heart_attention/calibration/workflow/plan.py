@@ -31,7 +31,7 @@ def _strata(settings: Settings, kind: str, served: tuple[int, int] | None) -> li
     """The step intervals that draws are taken from, within the steps that the transformer serves."""
     first, last = served or (0, settings.steps - 1)
     count = max(draws.COUNT, settings.phases)
-    intervals = draws.strata(last - first + 1, kind, max(0, settings.dense_steps - first), count)
+    intervals = draws.strata(last - first + 1, kind, max(0, settings.first_dense_steps - first), count)
     return [(first + a, first + b) for a, b in intervals]
 
 

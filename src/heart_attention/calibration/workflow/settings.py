@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ...errors import HeartError
+from ...online import warmup
 from ..solve.budget import Budget
 
 if TYPE_CHECKING:  # heavy imports: the command line reads the options of this module at every start
@@ -95,7 +96,7 @@ class Settings:
             "isolated" (one backward pass a context more, a better place to begin).
         realised: match the sparsity that the shared threshold really has with all heads sparse, checked by forwards,
             rather than the mean of the table. None: so for joint and isolated, the table (the paper's way) for probes.
-        dense_steps: steps that stay dense at inference.
+        dense_steps: first steps that stay dense at inference, a number or "auto".
         order, kernel, scale_clusters: as in `HeartConfig`.
         transformer: which of a pipeline's two transformers (Wan2.2); None for a pipeline with one.
     """
@@ -168,10 +169,11 @@ class Settings:
     error_settings: dict[str, Any] = field(default_factory=dict, metadata=_about())
     held_out: tuple[str, ...] = field(default=(), metadata=_about())
     seed: int = field(default=0, metadata=_about(Option("of all draws", int, least=0)))
-    dense_steps: int = field(
-        default=5,
+    dense_steps: int | str = field(
+        default=warmup.AUTO,
         metadata=_about(
-            Option("first steps that stay dense at inference (default 5)", int, least=0, group=_GENERATION), saved=True
+            Option("first steps that stay dense at inference (default auto)", warmup.read, group=_GENERATION),
+            saved=True,
         ),
     )
     order: Any = field(
@@ -207,6 +209,7 @@ class Settings:
         from ... import token_order
 
         self._check_options()
+        warmup.check(self.dense_steps)
         if not (isinstance(self.refresh, int | float) and 0 <= self.refresh <= 1):
             raise HeartError(f"refresh is {str(self.refresh)[:40]}: it must be a share from 0 to 1")
         if not self.prompts:
@@ -285,6 +288,11 @@ class Settings:
         return int(self.call.get("num_inference_steps", 50))
 
     @property
+    def first_dense_steps(self) -> int:
+        """The first steps that stay dense in a generation as it is measured."""
+        return warmup.first_steps(self.dense_steps, self.steps)
+
+    @property
     def taus(self) -> tuple[float, ...]:
         """The points' thresholds."""
         return tuple(point.threshold for point in self.candidate_points)
@@ -293,6 +301,7 @@ class Settings:
         """Every field as plain JSON: what the plan's hash is taken of."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         points = [point.to_dict() for point in self.candidate_points]
+        plain["dense_steps"] = self.first_dense_steps  # what is measured does not depend on who chose the number
         return plain | {"backbone": self.backbone.to_dict(), "budget": str(self.budget), "points": points}
 
     def saved(self) -> dict[str, Any]:

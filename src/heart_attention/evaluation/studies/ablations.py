@@ -117,7 +117,8 @@ def policy(bench: Bench) -> dict:
     """
     tmr = bench.method("heart", "TMR")
     rate = next(e["refresh_rate"] for e in tables.summarise(bench.generate([tmr])) if e["method"] == "TMR")
-    interval, warmup = matched_policies(rate, bench.setting.call["num_inference_steps"], tmr.config.dense_steps)
+    steps = bench.setting.call["num_inference_steps"]
+    interval, warmup = matched_policies(rate, steps, tmr.config.first_dense_steps(steps))
     chosen = [
         bench.method("heart", f"Interval({interval.n})", reuse=interval),
         bench.method("heart", f"Warmup({warmup.n})", reuse=warmup),
