@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from heart_attention.evaluation.results import cpu_name
+
 FOLDER = Path(__file__).parent / "results"
 TENTH = 0.1
 
@@ -59,15 +61,7 @@ def kind() -> str:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    return {"kind": kind(), "processor": _processor(), "cores": os.cpu_count(), "system": platform.system()}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {"kind": kind(), "processor": cpu_name(), "cores": os.cpu_count(), "system": platform.system()}
 
 
 def versions() -> dict[str, str]:

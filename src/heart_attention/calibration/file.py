@@ -10,8 +10,6 @@ version 1 (thresholds of one backbone) is migrated on loading.
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -25,19 +23,16 @@ from .. import token_order
 from ..errors import LONGEST, HeartError, named, shown
 from ..files import read_json, write_atomic
 from ..online.thresholds import ThresholdSource
-from . import values
-from .fingerprint import check_fingerprint, differences, fingerprint, other_values, prompts_hash, versions
+from . import document, fit, resolve, values
+from .fingerprint import check_fingerprint, fingerprint, prompts_hash, versions
 from .measure.velocity_error import check_weights
 from .migration import SCHEMA, migrated
-from .solve.solver import Budget, solve, solve_budget
+from .solve.solver import Budget
 
 if TYPE_CHECKING:
     from ..online.points import PointTable
-    from .solve.times import TimeModel
 
 __all__ = ["Calibration", "fingerprint", "prompts_hash", "versions"]
-
-log = logging.getLogger(__name__)
 
 LIMIT = 256 << 20  # bytes; 1,600 heads × 100 candidates with band energies take about 25 MB
 METHODS = ("joint", "isolated", "probes", "imported")
@@ -46,13 +41,6 @@ _INCOMPLETE = "the calibration has some of candidates, E and S: it needs all of 
 _OBJECTS = ("error", "solver", "verification", "prompts", "versions", "extra")
 _DERIVED = ("thresholds", "backbone", "candidates")  # not saved: points and choice say the same
 _NOT_SAVED = (*_DERIVED, "forced", "shipped")
-_BY_PHASE = (
-    "choice",
-    "E",
-    "S",
-    "cost",
-    "bands",
-)  # have an axis of phases in a file, and in memory if there are several
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +115,7 @@ class Calibration(ThresholdSource):
             )
         self._put("model", check_fingerprint(self.model, (self.layers, self.heads)))
         self._check_tables()
-        self._check_phases()
+        self._put("phases", values.phases(self.phases, self.phase_count))
         for name in _OBJECTS:
             self._put(name, values.plain(getattr(self, name), name, dict))
         for name in ("height", "width", "frames", "steps"):
@@ -188,21 +176,6 @@ class Calibration(ThresholdSource):
         if self.bands is not None:
             self._put("bands", values.array(self.bands, "bands", len(shape) + 1, 0.0, math.inf, shape=(*shape, 4)))
 
-    def _check_phases(self) -> None:
-        count = self.phase_count
-        self._put("phases", values.plain(self.phases, "phases", dict))
-        if count == 1 and not self.phases:
-            return
-        if set(self.phases) != {"sigmas", "weights", "steps"}:
-            raise HeartError("the calibration's phases are an object with sigmas, weights and steps")
-        values.array(self.phases["weights"], "weights of phases", 1, 0.0, math.inf, shape=(count,))
-        values.array(self.phases["steps"], "steps of phases", 1, 1, 1_000_000, shape=(count,))
-        if count == 1 and self.phases["sigmas"] == []:
-            return
-        sigmas = values.array(self.phases["sigmas"], "sigmas", 1, 0.0, math.inf, open_low=True, shape=(count - 1,))
-        if (np.diff(sigmas) >= 0).any():
-            raise HeartError(f"the calibration's sigmas must descend, not {shown(sigmas.tolist())}")
-
     # ---------------------------------------- what is in it
 
     @property
@@ -219,6 +192,11 @@ class Calibration(ThresholdSource):
     def phase_count(self) -> int:
         """The number of phases."""
         return 1 if self.choice.ndim == 2 else self.choice.shape[0]
+
+    @property
+    def shares(self) -> np.ndarray | None:
+        """How much the heads of each phase count in a mean over steps, [P, 1, 1]; None for one phase."""
+        return np.array(self.phases["steps"], float)[:, None, None] if self.phase_count > 1 else None
 
     @property
     def simple(self) -> bool:
@@ -260,7 +238,7 @@ class Calibration(ThresholdSource):
         if table is None:
             return None
         chosen = np.take_along_axis(table, self.choice[..., None], -1)[..., 0]
-        shares = self._shares()
+        shares = self.shares
         weighed = chosen if shares is None else chosen * (shares / shares.mean())
         return math.fsum(weighed.ravel()) / self.choice.size
 
@@ -295,14 +273,11 @@ class Calibration(ThresholdSource):
         return out
 
     def _saved(self, name: str) -> Any:
-        value = getattr(self, name)
-        if not isinstance(value, np.ndarray):
-            return value
-        return [value.tolist()] if name in _BY_PHASE and self.choice.ndim == 2 else value.tolist()
+        return document.saved(name, getattr(self, name), self.phase_count == 1)
 
     def to_bytes(self) -> bytes:
         """The file's bytes: equal for equal content; a layer of a table is a line."""
-        return ("{\n" + ",\n".join(f' "{k}": {_lines(v)}' for k, v in self.to_dict().items()) + "\n}\n").encode()
+        return document.text(self.to_dict()).encode()
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the file: whole or not at all."""
@@ -320,7 +295,7 @@ class Calibration(ThresholdSource):
         if missing := sorted({"points", "choice", "method"} - set(data)):
             raise HeartError(f"the calibration lacks {', '.join(missing)}: it is damaged")
         given = {k: v for k, v in data.items() if k != "schema"}
-        return cls(**_without_phase(given), forced=force, shipped=shipped)
+        return cls(**document.without_phase(given), forced=force, shipped=shipped)
 
     @classmethod
     def load(cls, path: str | os.PathLike, transformer: Any = None, force: bool = False) -> Calibration:
@@ -342,25 +317,7 @@ class Calibration(ThresholdSource):
 
         Other values of the weights (a fine-tune, say) are a warning, and an error for a file that ships with HEART.
         """
-        here = fingerprint(transformer)
-        if (here["layers"], here["heads"]) != (self.layers, self.heads):
-            raise HeartError(
-                f"the calibration is for {self.layers} layers of {self.heads} heads but this {here['class']} has "
-                f"{here['layers']} of {here['heads']}: calibrate this model"
-            )
-        if self.model is None or force or self.forced:
-            return
-        if told := differences(self.model, here):
-            raise HeartError(
-                f"the calibration was made for another model ({told}): calibrate this one, or load it with force=True"
-            )
-        if other_values(self.model, here):
-            if self.shipped:
-                raise HeartError(
-                    "this calibration ships for the embedded model's own weights and this model has others: "
-                    "calibrate it with heart calibrate"
-                )
-            log.warning("The calibration was made for other weights of this model: calibrate again for exact figures.")
+        fit.check(self, fingerprint(transformer), force)
 
     def of_transformers(self, count: int) -> list[ThresholdSource]:
         """Itself for each transformer; a calibration of one of two is refused."""
@@ -387,50 +344,10 @@ class Calibration(ThresholdSource):
         The size is told in pixels, or by `grid`, the video tokens (frames, rows, columns) a transformer sees.
         """
         return [
-            *self._size_differences((height, width, frames), grid),
-            *self._step_differences(steps),
-            *self._point_differences(order, backbone, rest),
+            *fit.size_differences(self, (height, width, frames), grid),
+            *fit.step_differences(self, steps),
+            *fit.point_differences(self, order, backbone, rest),
         ]
-
-    def _size_differences(self, size: Sequence[int | None], grid: Sequence[int] | None) -> list[str]:
-        told, mine = [], (self.height, self.width, self.frames)
-        carries = (
-            "thresholds carry over, but the sparsity they give changes: calibrate at this size for an exact budget"
-        )
-        if any(a is not None and b is not None and a != b for a, b in zip(size, mine)):
-            now = [b if a is None else a for a, b in zip(size, mine)]
-            told.append(f"calibrated at {_size(*mine)}, used at {_size(*now)}: {carries}")
-        measured = self.settings.get("grid")
-        if grid is not None and measured is not None and list(grid) != measured:
-            here, there = ("×".join(map(str, g)) for g in (grid, measured))
-            size_told = f" ({_size(*mine)})" if self.height else ""
-            told.append(f"calibrated at {there} video tokens{size_told}, used at {here}: {carries}")
-        return told
-
-    def _step_differences(self, steps: int | None) -> list[str]:
-        if steps is None or self.steps is None or steps == self.steps:
-            return []
-        return [
-            f"calibrated with {self.steps} steps, used with {steps}: thresholds carry over, errors were measured on the "
-            "other schedule"
-        ]
-
-    def _point_differences(self, order: Any, backbone: dict[str, Any] | None, rest: str | None) -> list[str]:
-        """For a config in its simple form; one with points of its own takes them from here."""
-        told, measured = [], self.settings.get("order")
-        if order is not None and measured is not None and token_order.read(order) != token_order.read(measured):
-            then, now = (o if isinstance(o, str) else "one for every head" for o in (measured, order))
-            told.append(
-                f"calibrated in token order {then!r}, used in {now!r}: use the calibration's order, or calibrate again"
-            )
-        if backbone is not None and self.backbone is not None:
-            mine, here = _complete(self.backbone), _complete(backbone)
-            if other := [k for k in {**mine, **here} if mine.get(k) != here.get(k)]:
-                words = ", ".join(f"{k} {mine.get(k)}, used {here.get(k)}" for k in other)
-                told.append(f"calibrated for another backbone ({words}): use the calibration's, or calibrate again")
-        if rest is not None and self.rest not in (None, rest):
-            told.append(f"calibrated with rest {self.rest!r}, used with {rest!r}: calibrate again with this rest")
-        return told
 
     # ---------------------------------------- other choices from the same tables
 
@@ -457,44 +374,7 @@ class Calibration(ThresholdSource):
         A budget of time takes the table of costs in a file of `heart tune-costs`, or the one that ships for the kind of
         device that the calibration was made on.
         """
-        if self.E is None:
-            raise HeartError("the calibration has no error and sparsity tables: there is nothing to solve again")
-        asked, taus = Budget.parse(budget), [p["threshold"] for p in self.points]
-        if asked.kind != "time":
-            result = solve_budget(self.E, self.S, taus, asked, method, shares=self._shares())
-            return self.with_choice(result.choice, result.to_dict(), asked)
-        model, times = self._times(cost_table)
-        self._refuse_too_quick(model, times, asked)
-        result = solve(
-            self.E,
-            self.S,
-            thresholds=taus,
-            method=method,
-            times=times,
-            max_time=model.limit(asked.value),
-            shares=self._shares(),
-        )
-        again = self.with_choice(result.choice, result.to_dict(), asked)
-        return replace(again, extra={**self.extra, "time": model.to_dict()})
-
-    def _refuse_too_quick(self, model: TimeModel, times: np.ndarray, asked: Budget) -> None:
-        shares = 1.0 if self.phase_count == 1 else self.phases["steps"] / np.mean(self.phases["steps"])
-        model.refuse_too_quick(asked.value, float((times.min(-1).T * shares).mean()))
-
-    def _shares(self) -> np.ndarray | None:
-        """How much the heads of each phase count in a mean over steps, [P, 1, 1]."""
-        return np.array(self.phases["steps"], float)[:, None, None] if self.phase_count > 1 else None
-
-    def _times(self, cost_table: str | os.PathLike | None) -> tuple[TimeModel, np.ndarray]:
-        """The model of times with a table's digest, and the time of every head and point."""
-        from .solve.times import TimeModel, table_for
-
-        if "time" not in self.extra or self.cost is None:
-            raise HeartError("the calibration was not made for a budget of time: calibrate with --budget time=T")
-        model = TimeModel.from_dict(self.extra["time"])
-        table = table_for(model.kind, None if cost_table is None else os.fspath(cost_table))
-        fixed, rate = model.lines(self.points, table).T
-        return replace(model, kind=table.kind, digest=table.digest), fixed + rate * self.cost
+        return resolve.solved(self, Budget.parse(budget), method, cost_table)
 
     def reweighted(self, weights: Sequence[float]) -> Calibration:
         """The error table for other band weights, from the stored band energies; solve again after it."""
@@ -508,41 +388,3 @@ class Calibration(ThresholdSource):
 def _shared(points: Sequence[dict[str, Any]], name: str) -> bool:
     """Whether all points have the same backbone, order or rest."""
     return all(point[name] == points[0][name] for point in points)
-
-
-def _complete(backbone: dict[str, Any]) -> dict[str, Any]:
-    """Settings with those that a newer version added at their defaults; as they are for an unknown backbone."""
-    from .. import backbones
-
-    try:
-        return backbones.from_dict(backbone).to_dict()
-    except HeartError:
-        return backbone
-
-
-def _without_phase(data: dict[str, Any]) -> dict[str, Any]:
-    """Tables of a file, [phases][layers]…, as they are in memory: one phase has no axis of its own."""
-    choice = data.get("choice")
-    if not isinstance(choice, list) or len(choice) != 1:
-        return data
-    out = dict(data)
-    for name in _BY_PHASE:
-        if name in out:
-            if not isinstance(out[name], list) or len(out[name]) != 1:
-                raise HeartError(f"the calibration's {name} is not for one phase as its choice is: it is damaged")
-            out[name] = out[name][0]
-    return out
-
-
-def _lines(value: Any) -> str:
-    """JSON on one line, but a table with a line for each row of its first axes."""
-    dump = lambda v: json.dumps(v, separators=(",", ":"), allow_nan=False)  # noqa: E731
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
-        return "[" + _lines(value[0]) + "]"
-    if isinstance(value, list) and value and isinstance(value[0], list | dict):
-        return "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]"
-    return dump(value)
-
-
-def _size(height: int | None, width: int | None, frames: int | None) -> str:
-    return f"{width or '?'}×{height or '?'}, {frames or '?'} frames"

@@ -133,3 +133,20 @@ def settings(value: Any) -> dict[str, Any]:
     if "order" in out:
         out["order"] = order(out["order"])
     return out
+
+
+def phases(value: Any, count: int) -> dict[str, Any]:
+    """Boundaries, weights and steps of so many phases; nothing for one."""
+    found = plain(value, "phases", dict)
+    if count == 1 and not found:
+        return found
+    if set(found) != {"sigmas", "weights", "steps"}:
+        raise HeartError("the calibration's phases are an object with sigmas, weights and steps")
+    array(found["weights"], "weights of phases", 1, 0.0, math.inf, shape=(count,))
+    array(found["steps"], "steps of phases", 1, 1, 1_000_000, shape=(count,))
+    if count == 1 and found["sigmas"] == []:
+        return found
+    sigmas = array(found["sigmas"], "sigmas", 1, 0.0, math.inf, open_low=True, shape=(count - 1,))
+    if (np.diff(sigmas) >= 0).any():
+        raise HeartError(f"the calibration's sigmas must descend, not {shown(sigmas.tolist())}")
+    return found
