@@ -36,7 +36,7 @@ def test_compare_writes_table_results_and_the_judges_folder(compared, capsys):
     rows = json.loads((out / "r" / "results.json").read_text())["rows"]
     assert [r["method"] for r in rows] == ["dense", "xattention", "xattention+heart", "xattention+joint"]
     assert all(r["vmaf"] > 10 for r in rows[1:]) and (out / "r" / "table.md").is_file()
-    assert len(list((out / "j" / "xattention+joint").glob("*.mp4"))) == 1
+    assert len(list((out / "j" / "xattention+joint" / "videos").glob("*.mp4"))) == 1
 
 
 def test_scores_reach_results_table_and_report(compared, capsys):
