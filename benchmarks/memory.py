@@ -3,6 +3,7 @@
 python benchmarks/memory.py                     # a minute or less, one thread
 python benchmarks/memory.py --generations 200
 python benchmarks/memory.py --json              # for machines
+python benchmarks/memory.py --real              # what is kept at real sizes, on paper and by running one layer: minutes
 
 A WanPipeline with random weights generates a few latents at a time. Told are the bytes of all living tensors, which
 must not grow, and the process's resident memory, which also has what allocators keep in hand.
@@ -20,6 +21,7 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
 import heart_attention as heart
+import resident
 from small_wan import small_wan
 
 EARLY = 2  # generations until everything that stays has been made
@@ -83,7 +85,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generations", type=int, default=50)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--real", action="store_true", help="caches at the sizes of Wan2.1-1.3B and -14B")
+    parser.add_argument("--heads", type=int, default=1, help="with --real: heads that are run; 0 only counts on paper")
+    parser.add_argument("--only", default="", help="with --real: backbones whose name has this")
     args = parser.parse_args()
+    if args.real:
+        rows = resident.table(args.heads, args.heads > 0, args.only)
+        print(json.dumps(rows, indent=1)) if args.json else resident.show(rows)
+        return
     if args.generations <= EARLY:
         parser.error(f"--generations must be more than {EARLY}")
     torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from heart_attention.config import HeartConfig
 from heart_attention.errors import HeartError
 from heart_attention.masks import Text
 from heart_attention.online import cost_model
+from heart_attention.online import engine as engine_module
 from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 from heart_attention.online.reuse import TMR, Always, Interval, Warmup
@@ -182,6 +183,18 @@ def test_cached_plans_are_reused_with_their_masks(monkeypatch):
     )
     run(Engine(config(reuse=Interval(3)), 1, H), trajectory(6))
     assert len(plans) == 2
+
+
+@pytest.mark.parametrize("backbone", [X, SVG2(q_clusters=4, k_clusters=6)])
+def test_plans_too_large_to_keep_are_made_at_each_call(backbone, monkeypatch):
+    tensors = list(trajectory(4))
+    keeps, saves = Engine(config(backbone), 1, H), Engine(config(backbone), 1, H)
+    want = run(keeps, tensors)
+    monkeypatch.setattr(engine_module, "PLAN_BYTES", 0)
+    got = run(saves, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(want, got))
+    assert keeps.memory()["plans"] > 0 and saves.memory()["plans"] == 0
+    assert saves.memory()["masks"] == keeps.memory()["masks"] > 0
 
 
 def test_full_token_drift_sees_what_means_hide():

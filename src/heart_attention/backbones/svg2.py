@@ -38,10 +38,18 @@ REFERENCE_TOKENS = 32760  # Wan2.1 at 480p, 81 frames: the size that the default
 
 
 class ClusterState(State):
-    """Centroids of one (layer, branch) from the last refresh: the warm start of the next."""
+    """Centroids of one (layer, branch) from the last refresh: the warm start of the next.
+
+    They are read once a refresh, so those of a GPU wait in the computer's own memory: at 40 layers of 40 heads, 300 × 1,000
+    clusters and two guidance branches they are 2.1 GB, more than everything else that is kept.
+    """
 
     def __init__(self) -> None:
         self.centroids: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (item, head) -> [Cq, D], [Ck, D]
+
+    def put(self, place: tuple[int, int], pair: Sequence[Tensor]) -> None:
+        """Keep the centroids of a head's queries and keys."""
+        self.centroids[place] = (_put_aside(pair[0]), _put_aside(pair[1]))
 
     def clear(self) -> None:
         """Forget everything: the next prediction starts from random tokens."""
@@ -181,7 +189,7 @@ class SVG2(Backbone):
                 for kept, clusters in zip(centroids, pair):
                     kept.append(clusters.centroids)
                 if state is not None:
-                    state.centroids[places[b][h]] = (pair[0].centroids, pair[1].centroids)
+                    state.put(places[b][h], [clusters.centroids for clusters in pair])
         if bool((tau < 1).any()):
             both = [torch.stack(kept).unflatten(0, (batch, n_heads)) for kept in centroids]
             self._choose(mask, self._rank(mask, q, k, v, both), tau)
@@ -205,7 +213,8 @@ class SVG2(Backbone):
         state, first = self.new_state(), 0 if key is None else key[2]
         full = self.predict(q, k, 1.0, state, text, heads=heads, key=key)
         places = [(first, name) for name in read_heads(heads, q.shape[1])]
-        centroids = [torch.stack([state.centroids[at][side] for at in places])[None] for side in (0, 1)]  # [1, H, C, D]
+        stored = [[state.centroids[at][side].to(q.device) for at in places] for side in (0, 1)]
+        centroids = [torch.stack(side)[None] for side in stored]  # [1, H, C, D]
         ranked = self._rank(full, q, k, v, centroids)
         masks = [replace(full, map=full.map.clone()) for _ in thresholds]
         for mask, tau in zip(masks, thresholds):
@@ -309,7 +318,7 @@ class SVG2(Backbone):
         self._check_counts(x.shape[0] if text is None else text.video_count(x.shape[0]), count)
         old = state.centroids.get(place, (None, None))[side] if state is not None else None
         if old is not None and old.shape == (count, x.shape[-1]):
-            return old, self.step_iters
+            return old.to(x.device, non_blocking=True), self.step_iters
         return self._random_centroids(x, count, text, (*key, place[1], "qk"[side])), self.init_iters
 
     def _random_centroids(self, x: Tensor, count: int, text: Text | None, key: tuple) -> Tensor:
@@ -351,3 +360,11 @@ def _with_text(labels: Tensor, count: int, text: Text | None, n: int) -> Tensor:
     prompt = labels.new_full((text.prompt,), count)
     unused = labels.new_full((text.unused,), count + 1)
     return torch.cat([labels[: text.start], prompt, unused, labels[text.start :]])
+
+
+def _put_aside(centroids: Tensor) -> Tensor:
+    """The centroids in page-locked memory of the computer, without waiting for the GPU; on a CPU as they are."""
+    if not centroids.is_cuda:
+        return centroids
+    kept = torch.empty(centroids.shape, dtype=centroids.dtype, pin_memory=True)
+    return kept.copy_(centroids, non_blocking=True)  # later copies back follow it on the same stream

@@ -32,6 +32,7 @@ from .stats import Recorder, Row, Stats, Timer
 log = logging.getLogger(__name__)
 
 EXPECTED_DENSITY = 0.5  # what a mask keeps, for the question whether to make a first one
+PLAN_BYTES = 400 << 20  # of all layers and both branches; larger plans are not kept but made at each call
 LONGEST_WAIT = 16  # calls after which a layer that runs dense is looked at again
 
 
@@ -461,6 +462,8 @@ class Engine(Handler):
                 group.plan = group.kernel.plan(group.packed.unpack(), group.spec.rest)
                 request.timer.lap("planning")
             result = self._run_kernel(request, group, q, k, v, whole)
+            if group.plan.nbytes * 2 * self.layers * self.transformers > PLAN_BYTES:
+                group.plan = None
         if result is not whole or whole.data_ptr() != out[:, group.places[0] :].data_ptr():
             out[:, group.places] = result
         request.timer.lap("attention")
