@@ -83,3 +83,28 @@ def test_a_registered_metric_has_a_column():
 def test_the_overhead_is_told():
     assert tables.overhead_line({"provenance": {"overhead": 0.031}}).startswith("overhead 3.1% of the generations")
     assert "every record was there already" in tables.overhead_line({"provenance": {}})
+
+
+def test_every_empty_cell_has_a_reason():
+    rows = [
+        {**row("dense", "a", 2.0), "density": None, "refresh_rate": None, "vbench": 0.8, "visionreward": None},
+        {**row("m", "a", 1.0, 30.0, dense_share=0.0, cost=0.6), "vbench": 0.7, "visionreward": 0.1},
+        {**row("n", "a", 2.0, 99.0, dense_share=1.0), "density": 1.0, "refresh_rate": None, "vbench": None},
+    ]
+    results = {"rows": rows, "conventions": {"psnr": "as usual"}, "empty": {"vbench": "VBench: no scores for n."}}
+    summary = tables.summarise(results)
+    told = tables.empty_cells(summary, results)
+    assert told[0] == (
+        "Empty for dense: VReward (the judge has not been run there); PSNR dB (it is the reference); "
+        "density, cost, ran dense, refreshed (it has no masks)."
+    )
+    assert told[1] == "Empty for n: VReward (the judge has not been run there); cost, refreshed (every call ran dense)."
+    assert told[2:] == ["VBench: no scores for n."]
+    head, body = tables.cells(summary, results["conventions"])
+    empty = [(line[0], c.heading) for line in body for c, cell in zip(head, line) if cell == "–"]
+    assert empty and all(heading in " ".join(told) for _, heading in empty)
+
+
+def test_the_devices_are_told_by_kind():
+    line = tables.devices_line({"provenance": {"devices": {"NVIDIA A100": 7, "NVIDIA H100": 1}}})
+    assert line.startswith("made on 7 × NVIDIA A100 and 1 × NVIDIA H100") and tables.devices_line({}) == ""

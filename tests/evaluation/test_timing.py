@@ -6,8 +6,10 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from heart_attention.evaluation import timing
+from heart_attention.evaluation import tables, timing
 
 
 def test_jobs_take_turns_and_only_one_runs_at_a_time():
@@ -69,6 +71,45 @@ def test_the_verdict_names_what_was_seen():
     assert timing.verdict([{"spread": 0.05, "waited": 0.01}, {"spread": None}]) == ""
     told = timing.verdict([{"spread": 0.6, "waited": 0.3}])
     assert "times cannot be trusted" in told and "60%" in told and "30%" in told
+
+
+def _run_in_turns(busy: tuple[float, float], slower: dict[str, float], steps: int = 20) -> dict:
+    """Rows of dense and two methods that take turns while a neighbour slows each by its factor during a part of the rounds."""
+    work = {"dense": [1.0] * steps, "quick": [1.0] * 5 + [0.4] * (steps - 5), "slow": [1.0] * 5 + [0.8] * (steps - 5)}
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    total, now = sum(map(sum, work.values())), 0.0
+    for step in range(steps):
+        for name, need in work.items():
+            met = busy[0] * total <= now < busy[1] * total
+            taken[name].append(need[step] * (slower[name] if met else 1.0))
+            now += need[step]
+    rows = []
+    for name, seconds in taken.items():
+        row = {"method": name, "prompt": "p", "seed": 0, "total_s": sum(seconds), "steps_s": seconds}
+        row |= {"reference_s": {"total_s": sum(taken["dense"])}, "reference_steps_s": taken["dense"]}
+        rows.append(
+            row | {"spread": timing.spread(taken["dense"]), "waited": None}
+        )  # not every system tells of waiting
+    return {row["method"]: row for row in rows}
+
+
+@given(st.floats(0.0, 0.5), st.floats(1.0, 6.0), st.floats(0.6, 1.4), st.floats(0.6, 1.4))
+def test_a_neighbour_during_any_half_moves_no_speed_up_by_15_percent_or_it_is_said(start, factor, quick, slow):
+    """The rule for times that can be believed; a neighbour may slow methods unequally (by what they ask of memory)."""
+    slower = {"dense": factor, "quick": 1 + (factor - 1) * quick, "slow": 1 + (factor - 1) * slow}
+    idle = _run_in_turns((0, 0), slower)
+    busy = _run_in_turns((start, start + 0.5), slower)
+    doubted = timing.verdict(list(busy.values()))
+    for name in ("quick", "slow"):
+        before, after = (tables.speedup([rows[name]], [rows["dense"]], "total_s")[0] for rows in (idle, busy))
+        assert abs(after / before - 1) <= 0.15 or doubted, (name, before, after)
+    assert timing.verdict(list(idle.values())) == ""
+
+
+def test_a_strong_neighbour_is_always_told():
+    for start in (0.0, 0.2, 0.5):
+        rows = _run_in_turns((start, start + 0.5), dict.fromkeys(("dense", "quick", "slow"), 2.0))
+        assert "cannot be trusted" in timing.verdict(list(rows.values()))
 
 
 @pytest.mark.skipif(timing.cpu_wait() is None, reason="the kernel does not tell how long threads waited")

@@ -136,7 +136,12 @@ def show(made: dict, args: argparse.Namespace, lines: list[str]) -> None:
         print(json.dumps(tables.finite(summary), indent=1))
         return
     print(tables.text_table(summary, made["conventions"]), "", *tables.reuse_lines(made), sep="\n")
-    for sentence in (*made.get("empty", {}).values(), timing.verdict(made["rows"]), tables.devices_line(made), *lines):
+    for sentence in (
+        *tables.empty_cells(summary, made),
+        timing.verdict(made["rows"]),
+        tables.devices_line(made),
+        *lines,
+    ):
         if sentence:
             print(sentence)
     print(tables.overhead_line(made))

@@ -148,6 +148,32 @@ def cells(summary: Sequence[dict], conventions: dict[str, str] | None = None) ->
     return [Column("method", "method", "{}", "how attention was computed"), *used], body
 
 
+def empty_cells(summary: Sequence[dict], results: dict) -> list[str]:
+    """Why cells of the table are empty, a sentence for each method or judge that has some."""
+    conventions = results.get("conventions", {})
+    head, body = cells(summary, conventions)
+    judged = results.get("empty") if isinstance(results.get("empty"), dict) else {}
+    sentences = []
+    for entry, texts in zip(summary, body):
+        reasons: dict[str, list[str]] = {}
+        for column, text in zip(head, texts):
+            if text == "–" and column.key not in judged:
+                reasons.setdefault(_why_empty(column.key, entry, conventions), []).append(column.heading)
+        told = "; ".join(f"{', '.join(dict.fromkeys(names))} ({reason})" for reason, names in reasons.items())
+        sentences += [f"Empty for {entry['method']}: {told}."] if told else []
+    return [*sentences, *(str(reason) for reason in judged.values())]
+
+
+def _why_empty(key: str, entry: dict, conventions: dict) -> str:
+    if key in JUDGES:
+        return "the judge has not been run there"
+    if entry["method"] == "dense":
+        return "it is the reference" if key in conventions else "it has no masks"
+    if entry.get("dense_share") == 1.0 and key in ("cost", "refresh_rate"):
+        return "every call ran dense"
+    return "not in the records: run the comparison again"
+
+
 def _cell(value: Any, form: str) -> str:
     return form.format(value) if _number(value) else "–"
 
@@ -166,7 +192,7 @@ def markdown(summary: Sequence[dict], results: dict | None = None) -> str:
     ]
     lines += ["| " + " | ".join(row) + " |" for row in body]
     lines += [f"\n{name}: {text}." for name, text in conventions.items()]
-    lines += [f"\n{reason}" for reason in (results or {}).get("empty", {}).values()]
+    lines += [f"\n{reason}" for reason in empty_cells(summary, results or {})]
     if results and (line := devices_line(results)):
         lines.append(f"\n{line[0].upper()}{line[1:]}.")
     return "\n".join(lines) + "\n"
@@ -212,7 +238,7 @@ def overhead_line(results: dict) -> str:
 
 def devices_line(results: dict) -> str:
     """How many devices of which kind took part, in one line; empty for results that do not say."""
-    kinds = results["provenance"].get("devices")
+    kinds = results.get("provenance", {}).get("devices")
     if not isinstance(kinds, dict) or not kinds:
         return ""
     listed = " and ".join(f"{count} × {kind}" for kind, count in kinds.items())

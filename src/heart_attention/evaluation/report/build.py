@@ -188,9 +188,8 @@ def context(folder: str | Path) -> dict[str, Any]:
         "left_out": left_out,
         "head": head,
         "body": body,
-        "empty": [str(v) for v in (results.get("empty") or {}).values()]
-        if isinstance(results.get("empty"), dict)
-        else [],
+        "empty": tables.empty_cells(summary, results),
+        "devices": tables.devices_line(results),
         "intervals": [_interval_note(e) for e in summary],
         "conventions": results["conventions"],
         "scatter": _scatter(summary),
