@@ -204,8 +204,9 @@ class Backbone(abc.ABC):
         """The least share of token pairs that a mask of n tokens can keep."""
         return min(1.0, (self.block_tokens or 1) / n)
 
-    def cost_key(self) -> str:
-        """Name and those settings on which the cost of a prediction depends."""
+    @property
+    def cost_name(self) -> str:
+        """The name of its costs in a table of costs."""
         return self.name
 
     def to_dict(self) -> dict[str, Any]:

@@ -155,6 +155,11 @@ class SVG2(Backbone):
         return replace(self, min_ratio=0.0) if rest != "drop" and self.min_ratio is None else self
 
     @property
+    def cost_name(self) -> str:
+        """Ranking clusters at every call has costs of its own."""
+        return f"{self.name}-error" if self.remaps else self.name
+
+    @property
     def remaps(self) -> bool:
         """Clusters ranked by error are ranked anew at every call, on the labels of the last refresh."""
         return self.rank == "error"

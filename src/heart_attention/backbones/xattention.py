@@ -61,10 +61,6 @@ class XAttention(Backbone):
         """One product of 1/S of the pairs."""
         return pairs(shape) / self.stride
 
-    def cost_key(self) -> str:
-        """Block and stride decide what a prediction costs."""
-        return f"{self.name} block {self.block}, stride {self.stride}"
-
     @torch.no_grad()
     def scores(self, q: Tensor, k: Tensor, order: Tensor | None = None) -> Tensor:
         """Block scores, fp32 [B, H, Mq, Mk]; padded blocks are included when `pad` is the original's."""

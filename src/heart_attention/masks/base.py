@@ -105,7 +105,8 @@ class Mask:
     def density(self) -> Tensor:
         """Kept share of all token pairs, float64 [B, H]; the unused tail counts neither as kept nor as all."""
         rows, columns = (sizes.double() for sizes in self.sizes())
-        return torch.einsum("bhqk,bhq,bhk->bh", self.flags.double(), rows, columns) / (self.n_q * self.n_k)
+        kept = (self.flags.float() @ columns.float().unsqueeze(-1)).squeeze(-1)  # [B, H, rows], exact below 2^24 keys
+        return (kept.double() * rows).sum(-1) / (self.n_q * self.n_k)
 
     # ---------------------------------------- the rest: what it leaves out
 
@@ -144,11 +145,15 @@ class Mask:
 
     def cost(self, rest: str = "drop") -> Tensor:
         """Computed share of all token pairs, float64 [B, H]: kept pairs, and one for each query and approximated group."""
+        return self.shares(rest)[1]
+
+    def shares(self, rest: str = "drop") -> tuple[Tensor, Tensor]:
+        """Density and cost when the rest is treated so."""
         density = self.for_rest(rest).density()
         if rest == "drop":
-            return density
+            return density, density
         rows = self.sizes()[0].double()
-        return density + (self.approximated().sum(-1) * rows).sum(-1) / (self.n_q * self.n_k)
+        return density, density + (self.approximated().sum(-1) * rows).sum(-1) / (self.n_q * self.n_k)
 
     def minus(self, lower: Self) -> Self | None:
         """What this mask keeps beyond `lower`, as a mask; None if it does not keep all of `lower`."""

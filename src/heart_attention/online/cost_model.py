@@ -98,7 +98,7 @@ class CostTable:
         kind: "cpu-c", "cpu-portable", "cuda-sm80", ...
         origin: who measured it and how, or that it is reasoned.
         margin: by how much sparse must be quicker than dense on paper.
-        entries: backbone name -> head size -> costs. "block" and "cluster" serve backbones that are not named.
+        entries: name of a backbone's costs -> head size -> costs. "block" and "cluster" serve backbones that are not named.
     """
 
     kind: str
@@ -109,7 +109,8 @@ class CostTable:
     def costs(self, backbone: Backbone, dim: int) -> Costs:
         """The costs for a backbone at the head size nearest to `dim` on a logarithmic scale."""
         kind = "block" if backbone.block_tokens is not None else "cluster"
-        sizes = self.entries.get(backbone.name) or self.entries[kind]
+        names = (backbone.cost_name, backbone.name, kind)
+        sizes = next(self.entries[name] for name in names if name in self.entries)
         return sizes[min(sizes, key=lambda size: (abs(math.log(size / dim)), size))]
 
     @property

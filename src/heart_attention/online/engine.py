@@ -328,8 +328,7 @@ class Engine(Handler):
     def _adopt(self, group: HeadGroup, mask: Mask, q: Tensor) -> None:
         """From now on the group computes this mask."""
         group.packed, group.plan = mask.packed(), None
-        group.density = mask.for_rest(group.spec.rest).density().cpu()
-        group.cost = mask.cost(group.spec.rest).cpu() if group.spec.rest != "drop" else group.density
+        group.density, group.cost = (share.cpu() for share in mask.shares(group.spec.rest))
         group.kernel = self._kernel(q, mask, group.spec.rest, group.backbone.visits)
 
     # ---------------------------------------- dense or sparse

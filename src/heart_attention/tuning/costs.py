@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import backbones, kernels
 from ..backbones.base import Backbone, pairs, tokens
+from ..backbones.svg2 import SVG2
 from ..config import HeartConfig
 from ..online import cost_model, reuse
 from ..online.call import CallContext
@@ -29,6 +30,7 @@ HEAD_SIZES = (32, 64, 128)
 HEADS = 2
 THRESHOLD = 0.5
 MEASURED = {"block": "xattention", "cluster": "svg2"}  # what stands for backbones that are not named
+RANKED_ANEW = SVG2(rank="error")  # ranks its clusters at every call, so a reused mask costs more around it
 
 
 def measure(
@@ -45,11 +47,12 @@ def measure(
     device = torch.device(device)
     chosen = kernels.choose(None, torch.empty(1, HEADS, 64, head_sizes[0], device=device, dtype=dtype), kernel)
     entries: dict[str, dict[int, Costs]] = {}
-    for name in dict.fromkeys((*MEASURED.values(), *names)):
-        entries[name] = {}
+    named = [backbones.by_name(name) for name in dict.fromkeys((*MEASURED.values(), *names))]
+    for backbone in (*named, RANKED_ANEW):
+        entries[backbone.cost_name] = {}
         for dim in head_sizes:
-            progress(f"{name}, heads of {dim}")
-            entries[name][dim] = measure_costs(device, dtype, dim, backbones.by_name(name), chosen, rounds)
+            progress(f"{backbone.cost_name}, heads of {dim}")
+            entries[backbone.cost_name][dim] = measure_costs(device, dtype, dim, backbone, chosen, rounds)
     for kind, name in MEASURED.items():
         entries[kind] = entries[name]
     kind = cost_model.kind_of(device, chosen.name)
@@ -79,14 +82,14 @@ def _time_at(
     q, k, v = (torch.randn(1, HEADS, n, dim, generator=generator).to(device, dtype) for _ in range(3))
     backbone = backbone.usual().scaled_to(n)
     state, key, shape = backbone.new_state(), (0, "costs", 0), tuple(q.shape)
-    mask = backbone.predict(q, k, THRESHOLD, state, key=key)  # a first clustering; later ones start from it
+    mask = backbone.predict(q, k, THRESHOLD, state, key=key, v=v)  # a first clustering; later ones start from it
     plan, predicting = kernel.plan(mask), backbone.prediction_work(shape)
     parts: dict[str, tuple[float, Callable[[], Any]]] = {
         "dense": (pairs(shape), lambda: F.scaled_dot_product_attention(q, k, v)),
         "kernel": (float(mask.density().mean()) * pairs(shape), lambda: kernel.run(plan, q, k, v)),
-        "prediction": (predicting, lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, state, key=key))),
+        "prediction": (predicting, lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, state, key=key, v=v))),
         "drift": (tokens(shape), lambda: reuse.features(q, k, "mean")),
-        "first": (predicting, lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, backbone.new_state(), key=key))),
+        "first": (predicting, lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, backbone.new_state(), key=key, v=v))),
         "means": (tokens(shape), lambda: reuse.features(k, v, "mean")),
     }
     times = _best([function for _, function in parts.values()], device.type == "cuda", rounds)
