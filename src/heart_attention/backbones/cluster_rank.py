@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.ops.rank import cluster_moments, keep_share
+from ..kernels.ops.chooser import Op, Way
+from ..kernels.ops.rank import by_error_reasons, c_keep_by_error, cluster_moments, keep_share
 from ..masks import top_p
 
 RANKS = ("mass", "error")
@@ -71,3 +72,19 @@ def by_share(scores: Tensor, k_sizes: Tensor, shares: Tensor, at_least: int) -> 
     Every query cluster computes about as many keys, so the cost is known beforehand.
     """
     return keep_share(scores, k_sizes, shares, max(1, at_least))
+
+
+def torch_keep_by_error(
+    q: Tensor, k: Tensor, v: Tensor, q_labels: Tensor, k_labels: Tensor, rows: int, columns: int, shares: Tensor,
+    at_least: int = 1,
+) -> Tensor:  # fmt: skip
+    """Clusters that hold the share of all keys, those first whose approximation by the present means costs most: the
+    definition. bool [B, H, rows, columns] for q, k, v [B, H, N, D] with labels [B, H, N].
+    """
+    queries, keys = cluster_stats(q, q_labels, rows), cluster_stats(k, k_labels, columns)
+    mass = cluster_mass(queries.mean, keys.mean, keys.sizes)
+    scores = error_per_key(mass, queries, keys, cluster_stats(v, k_labels, columns))
+    return by_share(scores, keys.sizes, shares, at_least)
+
+
+keep_by_error = Op("ranked clusters", Way("c", c_keep_by_error, by_error_reasons), Way("torch", torch_keep_by_error))

@@ -30,7 +30,7 @@ from .base import (
     read_thresholds,
     tokens,
 )
-from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, cluster_stats, error_per_key
+from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, cluster_stats, error_per_key, keep_by_error
 from .kmeans import Clusters, lloyd_heads, random_tokens
 
 PAPER_RATIO = 0.10  # the least share of key clusters, of the original
@@ -244,8 +244,19 @@ class SVG2(Backbone):
         """The mask [B, H] with its clusters ranked anew by the present q, k, v, its labels as they are."""
         fresh = replace(mask, map=mask.map.clone())
         tau = torch.tensor(list(thresholds), dtype=torch.float64).expand(mask.shape)
-        self._choose(fresh, self._rank(mask, q, k, v), tau)
+        if self.rank == "mass":
+            self._choose(fresh, self._rank(mask, q, k, v), tau)
+            return fresh
+        at_least = max(1, int(self.least_ratio * self.k_clusters))
+        counts = (self.q_clusters, self.k_clusters)
+        kept = keep_by_error(q, k, self._values(v), mask.q_labels, mask.k_labels, *counts, tau, at_least)
+        fresh.map[:, :, : counts[0], : counts[1]] = kept | (tau >= 1).to(mask.device)[..., None, None]
         return fresh
+
+    def _values(self, v: Tensor | None) -> Tensor:
+        if v is None:
+            raise HeartError("SVG2(rank='error') ranks clusters by their values too: give v to predict")
+        return v
 
     def _rank(
         self, mask: ClusterMask, q: Tensor, k: Tensor, v: Tensor | None, centroids: list[Tensor] | None = None
@@ -263,9 +274,7 @@ class SVG2(Backbone):
         mass = cluster_mass(means[0], means[1], keys.sizes)
         if self.rank == "mass":
             return mass, keys.sizes
-        if v is None:
-            raise HeartError("SVG2(rank='error') ranks clusters by their values too: give v to predict")
-        values = cluster_stats(v, mask.k_labels, self.k_clusters)
+        values = cluster_stats(self._values(v), mask.k_labels, self.k_clusters)
         return error_per_key(mass, queries, keys, values), keys.sizes
 
     def _choose(self, mask: ClusterMask, ranked: tuple[Tensor, Tensor], tau: Tensor) -> None:

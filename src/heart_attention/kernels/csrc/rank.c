@@ -29,25 +29,28 @@ INLINE void add_token(const void *x, int bf16, int64_t at, int64_t width, float 
     }
 }
 
+/* Sums, sums of squares and sizes of one head's tokens of each label. */
+static void moments(const void *x, int bf16, int64_t n, int64_t width, int64_t stride, const int16_t *labels,
+                    int64_t count, float *sums, float *squares, int64_t *sizes) {
+    memset(sums, 0, (size_t)(count * width) * 4);
+    memset(squares, 0, (size_t)(count * width) * 4);
+    memset(sizes, 0, (size_t)count * 8);
+    for (int64_t t = 0; t < n; t++) {
+        int64_t label = labels[t];
+        if (label < 0 || label >= count) continue;
+        sizes[label]++;
+        if (bf16) add_token(x, 1, t * stride, width, sums + label * width, squares + label * width);
+        else add_token(x, 0, t * stride, width, sums + label * width, squares + label * width);
+    }
+}
+
 /* Sums, sums of squares and sizes of the tokens of each label. Returns 0. */
 int heart_cluster_moments(const struct heart_moments *a) {
     int64_t table = a->count * a->width;
 #pragma omp parallel for num_threads((int)a->threads) schedule(dynamic) if (a->threads > 1)
-    for (int64_t h = 0; h < a->heads; h++) {
-        float *sums = a->sums + h * table, *squares = a->squares + h * table;
-        int64_t *sizes = a->sizes + h * a->count;
-        memset(sums, 0, (size_t)table * 4);
-        memset(squares, 0, (size_t)table * 4);
-        memset(sizes, 0, (size_t)a->count * 8);
-        for (int64_t t = 0; t < a->n; t++) {
-            int64_t label = a->labels[h][t];
-            if (label < 0 || label >= a->count) continue;
-            sizes[label]++;
-            int64_t to = label * a->width;
-            if (a->bf16) add_token(a->x[h], 1, t * a->stride, a->width, sums + to, squares + to);
-            else add_token(a->x[h], 0, t * a->stride, a->width, sums + to, squares + to);
-        }
-    }
+    for (int64_t h = 0; h < a->heads; h++)
+        moments(a->x[h], (int)a->bf16, a->n, a->width, a->stride, a->labels[h], a->count, a->sums + h * table,
+                a->squares + h * table, a->sizes + h * a->count);
     return 0;
 }
 
@@ -134,6 +137,159 @@ int heart_rank_keep(const struct heart_ranked *a) {
                          ranks, a->kept + row * a->columns);
         }
         free(ranks);
+    }
+    return failed;
+}
+
+struct heart_by_error {
+    int64_t heads;
+    const void *const *x[3];         /* queries, keys, values: of each head, tokens of `width` numbers, `stride` apart */
+    const int16_t *const *labels[2]; /* of each head's queries and keys */
+    int64_t n[2], width, value_width, stride[3], count[2];
+    const double *shares; /* [heads]: of all keys, that a row keeps */
+    int64_t at_least;
+    float *space;  /* heads * heart_by_error_floats() */
+    uint8_t *kept; /* [heads][count[0]][count[1]] */
+    int64_t bf16, threads;
+};
+
+INLINE int64_t in_vectors(int64_t n) { return (n + 2 * VL - 1) / (2 * VL) * (2 * VL); } /* whole pairs of vectors */
+
+/* What one head needs: moments of queries, keys and values, and of keys the means and variances turned, [width][columns],
+ * with the logarithm of the size and the spread of the values for each key. */
+struct ranked_head {
+    float *sums[3], *squares[3], *means, *variances, *log_size, *per_key;
+    int64_t *sizes[3];
+};
+
+static struct ranked_head head_space(const struct heart_by_error *a, int64_t head, int64_t *floats) {
+    struct ranked_head s;
+    float *at = a->space ? a->space + head * *floats : 0, *start = at;
+    int64_t columns = in_vectors(a->count[1]);
+#define TAKE(name, size) s.name = at, at += in_vectors(size)
+    for (int i = 0; i < 3; i++) {
+        int64_t count = a->count[i > 0], width = i == 2 ? a->value_width : a->width;
+        TAKE(sums[i], count * width);
+        TAKE(squares[i], count * width);
+        s.sizes[i] = (int64_t *)at, at += in_vectors(2 * count);
+    }
+    TAKE(means, a->width * columns);
+    TAKE(variances, a->width * columns);
+    TAKE(log_size, columns);
+    TAKE(per_key, columns);
+#undef TAKE
+    *floats = at - start;
+    return s;
+}
+
+int heart_by_error_floats(const struct heart_by_error *a) {
+    struct heart_by_error sized = *a;
+    int64_t floats = 0;
+    sized.space = 0;
+    head_space(&sized, 0, &floats);
+    return (int)floats;
+}
+
+/* Means of queries in place; of keys turned, with variances; spreads of values a key. */
+static void derive(const struct heart_by_error *a, struct ranked_head *s) {
+    int64_t columns = in_vectors(a->count[1]);
+    for (int64_t i = 0; i < a->count[0]; i++) {
+        float number = s->sizes[0][i] > 0 ? (float)s->sizes[0][i] : 1.0f;
+        for (int64_t d = i * a->width; d < (i + 1) * a->width; d++) s->sums[0][d] /= number, s->squares[0][d] /= number;
+    }
+    memset(s->means, 0, (size_t)(2 * a->width * columns) * 4); /* the variances lie behind them */
+    for (int64_t j = 0; j < columns; j++) {
+        int64_t size = j < a->count[1] ? s->sizes[1][j] : 0;
+        float number = size > 0 ? (float)size : 1.0f, spread = 0;
+        s->log_size[j] = size > 0 ? log2f((float)size) : -INFINITY;
+        for (int64_t d = 0; size > 0 && d < a->width; d++) {
+            float mean = s->sums[1][j * a->width + d] / number;
+            float variance = s->squares[1][j * a->width + d] / number - mean * mean;
+            s->means[d * columns + j] = mean;
+            s->variances[d * columns + j] = variance < 0 ? 0 : variance;
+        }
+        for (int64_t d = 0; size > 0 && d < a->value_width; d++) {
+            float mean = s->sums[2][j * a->value_width + d] / number;
+            float variance = s->squares[2][j * a->value_width + d] / number - mean * mean;
+            spread += variance < 0 ? 0 : variance;
+        }
+        s->per_key[j] = sqrtf(spread) / number;
+    }
+}
+
+/* Estimated error of approximating each key cluster of one row, for each key computed instead. */
+static void score_row(const struct heart_by_error *a, const struct ranked_head *s, int64_t row, float *scores) {
+    int64_t columns = in_vectors(a->count[1]);
+    const float *mean = s->sums[0] + row * a->width, *square = s->squares[0] + row * a->width;
+    float scale = 1 / sqrtf((float)a->width), highest[VL], *spread = scores + columns;
+    vec top = splat(-INFINITY), sum = (vec){0};
+    for (int64_t j = 0; j < columns; j += 2 * VL) { /* two vectors at once: sums wait for one another */
+        vec logit[2] = {{0}, {0}}, wide[2] = {{0}, {0}};
+        for (int64_t d = 0; d < a->width; d++)
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                logit[i] += splat(mean[d]) * load(s->means + d * columns + j + i * VL);
+                wide[i] += splat(square[d]) * load(s->variances + d * columns + j + i * VL);
+            }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            vec x = logit[i] * (scale * 1.44269504f) + load(s->log_size + j + i * VL);
+            store(scores + j + i * VL, x);
+            store(spread + j + i * VL, vsqrt(wide[i]) * load(s->per_key + j + i * VL));
+            top = vmax(x, top);
+        }
+    }
+    store(highest, top);
+    for (int i = 1; i < VL; i++) highest[0] = highest[i] > highest[0] ? highest[i] : highest[0];
+    for (int64_t j = 0; j < columns; j += VL) {
+        vec e = vexp2(load(scores + j) - splat(highest[0]));
+        store(scores + j, e);
+        sum += e;
+    }
+    vec share = splat(scale / add_up(sum));
+    for (int64_t j = 0; j < columns; j += VL) store(scores + j, load(scores + j) * share * load(spread + j));
+}
+
+/* Which clusters each row keeps, ranked by the error of approximating them: moments, scores and choice in one go.
+ * Returns 0, or 1 without memory. */
+int heart_keep_by_error(const struct heart_by_error *a) {
+    int failed = 0;
+    int64_t floats = heart_by_error_floats(a), columns = in_vectors(a->count[1]);
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+    {
+        int64_t mine = floats;
+        uint64_t *ranks = malloc((size_t)(a->count[1] + 1) * sizeof *ranks);
+        float *scores = malloc((size_t)(2 * columns) * sizeof *scores);
+        if (!ranks || !scores) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t job = 0; job < 3 * a->heads; job++) {
+            int64_t h = job / 3, i = job % 3, side = i > 0;
+            struct ranked_head s = head_space(a, h, &mine);
+            moments(a->x[i][h], (int)a->bf16, a->n[side], i == 2 ? a->value_width : a->width, a->stride[i],
+                    a->labels[side][h], a->count[side], s.sums[i], s.squares[i], s.sizes[i]);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t h = 0; h < a->heads; h++) {
+            struct ranked_head s = head_space(a, h, &mine);
+            derive(a, &s);
+        }
+#pragma omp for schedule(static)
+        for (int64_t job = 0; job < a->heads * a->count[0]; job++) {
+            int64_t h = job / a->count[0];
+            struct ranked_head s = head_space(a, h, &mine);
+            double all = 0;
+            for (int64_t j = 0; j < a->count[1]; j++) all += (double)s.sizes[1][j];
+            if (ranks && scores) {
+                score_row(a, &s, job % a->count[0], scores);
+                keep_row(scores, s.sizes[1], a->count[1], a->shares[h] * all, a->at_least, ranks,
+                         a->kept + job * a->count[1]);
+            }
+        }
+        free(ranks);
+        free(scores);
     }
     return failed;
 }

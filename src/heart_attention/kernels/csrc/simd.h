@@ -43,6 +43,17 @@ INLINE vec vmax(vec a, vec b) {
 #endif
 }
 
+INLINE vec vsqrt(vec x) {
+#if VL == 16 && defined(__AVX512F__)
+    return _mm512_sqrt_ps(x);
+#elif VL == 8 && defined(__AVX__)
+    return _mm256_sqrt_ps(x);
+#else
+    for (int i = 0; i < VL; i++) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+}
+
 INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
 
 /* 2^x for x <= 0 or a little above, in place; relative error 2e-7; 0 far below -126; NaN stays NaN. Several vectors go

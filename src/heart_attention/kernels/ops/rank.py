@@ -14,6 +14,7 @@ from .chooser import Op, Way
 
 _MOMENTS = struct.Struct("12q")  # the structs of rank.c
 _KEEP = struct.Struct("9q")
+_BY_ERROR = struct.Struct("21q")
 Moments = tuple[Tensor, Tensor, Tensor]  # sums fp32 [B, H, C, D], sums of squares alike, sizes int64 [B, H, C]
 
 
@@ -82,6 +83,31 @@ def _c_keep_share(scores: Tensor, sizes: Tensor, shares: Tensor, at_least: int =
     if failed:
         raise HeartError("there is not enough memory to rank the clusters: free some, or use fewer clusters")
     return kept
+
+
+def c_keep_by_error(
+    q: Tensor, k: Tensor, v: Tensor, q_labels: Tensor, k_labels: Tensor, rows: int, columns: int, shares: Tensor,
+    at_least: int = 1,
+) -> Tensor:  # fmt: skip
+    """`backbones.cluster_rank.torch_keep_by_error` in one pass of C."""
+    batch, heads, _, dim = q.shape
+    shares = shares.double().expand(batch, heads).contiguous()
+    labels = [one.to(torch.int16).contiguous() for one in (q_labels, k_labels)]
+    tables = [native.pointers([head for item in x for head in item]) for x in (q, k, v, *labels)]
+    kept = torch.empty(batch, heads, rows, columns, dtype=torch.bool)
+    head = (batch * heads, *map(ctypes.addressof, tables), q.shape[2], k.shape[2], dim, v.shape[3])
+    head += (q.stride(2), k.stride(2), v.stride(2), rows, columns, shares.data_ptr(), at_least)
+    tail = (kept.data_ptr(), q.dtype == torch.bfloat16, build.threads())
+    floats = build.call("heart_by_error_floats", _BY_ERROR, *head, 0, *tail)
+    space = torch.empty(batch * heads * floats)
+    if build.call("heart_keep_by_error", _BY_ERROR, *head, space.data_ptr(), *tail):
+        raise HeartError("there is not enough memory to rank the clusters: free some, or use fewer clusters")
+    return kept
+
+
+def by_error_reasons(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *more: object) -> list[str]:
+    """Why `c_keep_by_error` cannot serve; empty if it can."""
+    return native.reasons_not() if q is None or k is None or v is None else native.reasons_not(q, k, v)
 
 
 def _moments_reasons(x: Tensor | None = None, labels: Tensor | None = None, *more: object) -> list[str]:
