@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from heart_attention.backbones import SVG2, cluster_rank
 from heart_attention.errors import HeartError
+from heart_attention.kernels.ops import native
 
 
 def by_share(scores, sizes, share):
@@ -82,3 +83,17 @@ def test_remapping_the_same_tokens_changes_nothing():
 def test_the_minimum_of_kept_clusters_is_the_papers_unless_the_rest_is_approximated():
     assert SVG2().least_ratio == 0.1 and SVG2().for_rest("mean").least_ratio == 0
     assert SVG2(min_ratio=0.2).for_rest("mean").least_ratio == 0.2
+
+
+@pytest.mark.skipif(bool(native.reasons_not()), reason="no C kernel here")
+@given(st.integers(0, 1000), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(0.0, 0.9), st.booleans())
+def test_ranking_in_c_keeps_what_the_definition_keeps(seed, dtype, share, broken):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, 90, 2, 40, generator=generator).to(dtype).transpose(1, 2) for _ in range(3))
+    rows, columns = 7, 19
+    a = torch.randint(rows + 2, (2, 2, 90), generator=generator, dtype=torch.int16)  # the last two are text
+    b = torch.randint(columns - 2, (2, 2, 90), generator=generator, dtype=torch.int16)  # and the last columns empty
+    if broken:
+        k[1, 0, 3, 5] = math.nan
+    given = (q, k, v, a, b, rows, columns, torch.full((2, 2), share, dtype=torch.float64), 1)
+    assert torch.equal(cluster_rank.c_keep_by_error(*given), cluster_rank.torch_keep_by_error(*given))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import HeartError
 from ..masks import Mask
 from ..masks.base import check_rest
+from .ops.lists import row_lists
 
 
 @dataclass(frozen=True)
@@ -129,18 +129,9 @@ def make_plan(
 
 def _lists(kept: Tensor) -> dict[str, Tensor]:
     """What each row of bool [B, H, M, K] lists, as `row_ptr`, `cols` and `counts` of a plan."""
-    counts = kept.sum(dim=-1, dtype=torch.int32)  # [B, H, M]
-    ends = counts.reshape(-1).cumsum(0, dtype=torch.int64).view(counts.shape)
+    counts, ends, cols = row_lists(kept)
     row_ptr = torch.cat([ends[..., :1] - counts[..., :1], ends], dim=-1)  # [B, H, M + 1]
-    return {"row_ptr": row_ptr.contiguous(), "cols": _columns(kept), "counts": counts}
-
-
-def _columns(kept: Tensor) -> Tensor:
-    """The column of each true entry, row by row, int32."""
-    if kept.device.type != "cpu":
-        return kept.reshape(-1).nonzero().view(-1).remainder_(max(kept.shape[3], 1)).to(torch.int32)
-    # numpy picks from a broadcast row: no 64-bit indices, which would dominate memory, and several times quicker
-    return torch.from_numpy(np.broadcast_to(np.arange(kept.shape[3], dtype=np.int32), kept.shape)[kept.numpy()])
+    return {"row_ptr": row_ptr.contiguous(), "cols": cols, "counts": counts}
 
 
 def _refuse_empty(counts: Tensor, filled: Tensor) -> None:

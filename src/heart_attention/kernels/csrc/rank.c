@@ -293,3 +293,28 @@ int heart_keep_by_error(const struct heart_by_error *a) {
     }
     return failed;
 }
+
+struct heart_lists {
+    int64_t rows, columns;
+    const uint8_t *flags; /* [rows][columns], 0 or 1 */
+    const int64_t *ends;  /* [rows]: where each row's list ends; 0 to count alone */
+    int32_t *counts, *listed; /* [rows]; [all true flags] */
+    int64_t threads;
+};
+
+/* How many flags of each row are true, and, once it is known where their lists end, which. Returns 0. */
+int heart_lists(const struct heart_lists *a) {
+#pragma omp parallel for num_threads((int)a->threads) schedule(static) if (a->threads > 1 && a->rows * a->columns > 65536)
+    for (int64_t row = 0; row < a->rows; row++) {
+        const uint8_t *flags = a->flags + row * a->columns;
+        if (!a->ends) {
+            int32_t count = 0;
+            for (int64_t j = 0; j < a->columns; j++) count += flags[j];
+            a->counts[row] = count;
+            continue;
+        }
+        int32_t *to = a->listed + a->ends[row] - a->counts[row], *last = a->listed + a->ends[row];
+        for (int64_t j = 0; to < last; j++) *to = (int32_t)j, to += flags[j]; /* no branch: nobody could foresee it */
+    }
+    return 0;
+}
