@@ -82,14 +82,18 @@ def _time_at(
     q, k, v = (torch.randn(1, HEADS, n, dim, generator=generator).to(device, dtype) for _ in range(3))
     backbone = backbone.usual().scaled_to(n)
     state, key, shape = backbone.new_state(), (0, "costs", 0), tuple(q.shape)
-    mask = backbone.predict(q, k, THRESHOLD, state, key=key, v=v)  # a first clustering; later ones start from it
+    more = {"v": v} if backbone.reads_values else {}
+    mask = backbone.predict(q, k, THRESHOLD, state, key=key, **more)  # a first clustering; later ones start from it
     plan, predicting = kernel.plan(mask), backbone.prediction_work(shape)
     parts: dict[str, tuple[float, Callable[[], Any]]] = {
         "dense": (pairs(shape), lambda: F.scaled_dot_product_attention(q, k, v)),
         "kernel": (float(mask.density().mean()) * pairs(shape), lambda: kernel.run(plan, q, k, v)),
-        "prediction": (predicting, lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, state, key=key, v=v))),
+        "prediction": (predicting, lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, state, key=key, **more))),
         "drift": (tokens(shape), lambda: reuse.features(q, k, "mean")),
-        "first": (predicting, lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, backbone.new_state(), key=key, v=v))),
+        "first": (
+            predicting,
+            lambda: kernel.plan(backbone.predict(q, k, THRESHOLD, backbone.new_state(), key=key, **more)),
+        ),
         "means": (tokens(shape), lambda: reuse.features(k, v, "mean")),
     }
     times = _best([function for _, function in parts.values()], device.type == "cuda", rounds)

@@ -105,7 +105,9 @@ def c_keep_by_error(
     return kept
 
 
-def by_error_reasons(q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *more: object) -> list[str]:
+def by_error_reasons(
+    q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *more: object
+) -> list[str]:
     """Why `c_keep_by_error` cannot serve; empty if it can."""
     return native.reasons_not() if q is None or k is None or v is None else native.reasons_not(q, k, v)
 
