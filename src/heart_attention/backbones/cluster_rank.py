@@ -78,8 +78,9 @@ def torch_keep_by_error(
     q: Tensor, k: Tensor, v: Tensor, q_labels: Tensor, k_labels: Tensor, rows: int, columns: int, shares: Tensor,
     at_least: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Clusters that hold the share of all keys, those first whose approximation by the present means costs most: the
-    definition. bool [B, H, rows, columns] for q, k, v [B, H, N, D] with labels [B, H, N].
+    """Clusters that hold the share of all keys, those first whose approximation costs most: the definition.
+
+    By the present means; bool [B, H, rows, columns] for q, k, v [B, H, N, D] with labels [B, H, N].
     """
     queries, keys = cluster_stats(q, q_labels, rows), cluster_stats(k, k_labels, columns)
     mass = cluster_mass(queries.mean, keys.mean, keys.sizes)
