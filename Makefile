@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test test-all compat lint bench reproduce gpu-evidence docs tiny clean
+.PHONY: demo test test-all compat lint bench reproduce gpu-evidence docs front-page tiny clean
 
 # torch comes first and alone: with it in place nothing later asks for another build of it.
 $(STAMP): pyproject.toml constraints.txt
@@ -56,6 +56,13 @@ reproduce: $(STAMP)-plots
 
 gpu-evidence: $(STAMP)-test
 	$(BIN)/python benchmarks/gpu_evidence.py --write docs/gpu-evidence.md
+
+# The README's pictures and table. The front and the table are of FIGURES, the demo's or another results folder.
+FIGURES ?= heart-demo
+front-page: demo
+	$(BIN)/heart report heart-demo --animation docs/images/demo.webp
+	$(BIN)/heart report $(FIGURES) --plot docs/images/front.svg
+	$(BIN)/python tools/front_page.py $(FIGURES)
 
 # Strict: a link, anchor or picture that leads nowhere fails the build (not with --quiet: it hides warnings from the count).
 docs: $(STAMP)-docs
