@@ -465,6 +465,20 @@ def test_dense_when_sparse_cannot_pay_and_it_says_why():
     assert engine.stats()["time"]["prediction"] == 0
 
 
+def test_too_few_tokens_are_asked_about_once(monkeypatch):
+    """Shapes alone decide it, so a model at a small size runs as without HEART; other thresholds are another question."""
+    asked = []
+    original = Engine._layer_shares
+    monkeypatch.setattr(Engine, "_layer_shares", lambda self, *a: asked.append(1) or original(self, *a))
+    engine = Engine(config(force_sparse=False), 1, H, costs=costs(100.0))
+    for _ in range(3):
+        run(engine, trajectory(8))
+    assert len(asked) == 1
+    engine.set_thresholds(0.5)
+    run(engine, trajectory(8))
+    assert len(asked) == 2
+
+
 def test_dense_when_masks_keep_too_much_looks_again_ever_less_often(monkeypatch):
     calls = []
     original = XAttention.predict

@@ -113,7 +113,7 @@ class CostTable:
         sizes = next(self.entries[name] for name in names if name in self.entries)
         return sizes[min(sizes, key=lambda size: (abs(math.log(size / dim)), size))]
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """A short name for exactly these numbers."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]

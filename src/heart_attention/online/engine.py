@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 EXPECTED_DENSITY = 0.5  # what a mask keeps, for the question whether to make a first one
 PLAN_BYTES = 400 << 20  # of all layers and both branches; larger plans are not kept but made at each call
+TOO_FEW = "not worth it: too few tokens"
 LONGEST_WAIT = 16  # calls after which a layer that runs dense is looked at again
 
 
@@ -60,6 +61,7 @@ class Engine(Handler):
         self._states: dict[tuple, LayerState] = {}
         self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
+        self._too_few: set[tuple] = set()  # layers and shapes at which no mask can pay: nothing more is asked of them
         self._dense_steps: warmup.DenseSteps | None = None  # of this generation, chosen at its first call
         self._first_forward = True
         self._prepared = False  # whether what kernels need is built: it must not count as a call's time
@@ -67,6 +69,7 @@ class Engine(Handler):
     def set_thresholds(self, value: Any) -> None:
         """Other thresholds from now on (any form a config takes); masks made with the old ones are dropped."""
         self.points.set_thresholds(value)
+        self._too_few.clear()
 
     # ---------------------------------------- handler
 
@@ -173,35 +176,12 @@ class Engine(Handler):
     ) -> Tensor:
         out = dense(q, k, v)
         timer.lap("dense")
-        if self._warms_up(call, q, k):
-            self._warm_up(call, q, k, v, timer)
         self._note_dense(call, timer, reason)
         return out
 
     def _note_dense(self, call: CallContext, timer: Timer, reason: str) -> None:
         step = call.step if call.step is not None else 0
         self.recorder.add(Row(call.transformer, call.layer, step, call.branch, timer, reason))
-
-    def _warms_up(self, call: CallContext, q: Tensor, k: Tensor) -> bool:
-        """Whether masks are predicted at this dense step, the last of the warm-up."""
-        if call.step is None or call.step != self.dense_steps(call).first - 1 or call.layer < self.config.dense_layers:
-            return False
-        groups = self.points.groups(call.transformer, self.points.phase(call.sigma), call.layer)
-        able = q.shape == k.shape and not (q.requires_grad and torch.is_grad_enabled())
-        return able and all(g.backbone.warms_up for g in groups) and any(min(g.tau) < 1 for g in groups)
-
-    def _warm_up(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer) -> None:
-        """Masks and anchors from a dense step, unless sparse attention cannot pay."""
-        texts: list[Any] = call.text or [None]
-        alike = all(text == texts[0] for text in texts)
-        for i, text in enumerate(texts[:1] if alike else texts):
-            one = call if alike else dataclasses.replace(call, item=call.item + i, text=[text])
-            item = slice(None) if alike else slice(i, i + 1)
-            request = self._request(one, q[item], k[item], v[item], timer, text)
-            state = self._state(request)
-            if not self._for_layer(request, self._cannot_pay(request, state)):
-                self._decide(request, state)
-                self._refresh(request, state)
 
     # ---------------------------------------- sparse
 
@@ -238,6 +218,8 @@ class Engine(Handler):
         return Request(call, q, k, v, timer, text, heads, phase=self.points.phase(call.sigma))
 
     def _sparse_call(self, request: Request, dense: Dense) -> tuple[Tensor | None, str]:
+        if self._place(request) in self._too_few:
+            return None, TOO_FEW
         state = self._state(request)
         if state.wait > 0:
             state.wait -= 1
@@ -368,12 +350,18 @@ class Engine(Handler):
             return ""  # the verdict after prediction says why
         rate = state.refresh_rate(self.config.reuse.expected_refresh)
         if not table.pays(*table.seconds(self._layer_shares(request, 0.0), rate)):
-            return "not worth it: too few tokens"
+            if request.call.all_reduce is None:  # ranks ask each time, so that all of them make the same calls
+                self._too_few.add(self._place(request))
+            return TOO_FEW
         steps = self.steps()
         likely = self._layer_shares(request, EXPECTED_DENSITY)
         if steps and not table.first_pays(likely, rate, steps - request.step):
             return "not worth it: the first clustering would not be won back"
         return ""
+
+    def _place(self, request: Request) -> tuple:
+        """All that the question depends on whether even the best mask would pay."""
+        return request.call.transformer, request.call.layer, request.phase, request.q.shape
 
     def _layer_shares(self, request: Request, at_least: float) -> list[Share]:
         """All heads of the layer, each keeping the least it can, but not less than `at_least`."""
