@@ -1,108 +1,106 @@
-"""A few-step student of the embedded model: the packaged weights taught to go straight, without guidance.
+"""A few-step student of the embedded model: one of its steps, without guidance, does what two guided ones of the teacher do.
 
     python -m tools.train_tiny.student --out runs/student            # goes on where it stopped
+    python -m tools.train_tiny.student --out runs/student --check    # how near it is to its teacher, on new clips
     python -m tools.train_tiny.student --out runs/student --export   # into the package
 
-The teacher makes pairs of noise and the clip that its guided sampling leads to. The student learns, at every noise
-level on the straight line between the two, the velocity of that line (rectified flow). So one weight serves 4 steps, 8
-and any other number, and guidance is in the weights. Pair and training step are pure functions of (seed, number).
+Progressive distillation with guidance: from a noisy clip the teacher takes two guided Euler steps of half the student's
+length; the student learns the velocity that goes there at once. Step lengths are those of 8 and of 4 steps. A training
+step is a pure function of (seed, number).
 """
 
 import argparse
 import csv
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from heart_attention import tiny
-from heart_attention.tiny import scene
 
 from . import data, model
 from .export import PACKAGE
 
 log = logging.getLogger("student")
 
-TEACHER_STEPS = 10
 GUIDANCE = 3.0
-EMA = 0.99
-STEPS = (4, 8)  # numbers of steps whose noise levels are met more often than others
+EMA = 0.97
+GRIDS = (4, 8)  # steps of a generation
+TEXT_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many pairs and steps, at which sizes, how fast."""
+    """How many steps, how fast, and on which canvases (clips, frames, height and width in tokens), each with its share."""
 
-    pairs: int = 52
-    first: int = 12  # pairs before the first step; one more for every `every` steps
-    every: int = 8
-    steps: int = 320
-    lr: tuple[float, float] = (3e-4, 3e-5)  # falls linearly
-    sizes: tuple[str, ...] = ("brief", "brief", "brief", "quick") * 2 + ("brief", "brief", "brief", "native")  # in turn
-
-
-SIZES = {"brief": {**tiny.QUICK, "num_frames": 4}, "quick": tiny.QUICK, "native": tiny.NATIVE}
-BATCH = {"brief": 4, "quick": 2, "native": 1}  # pairs a step
+    steps: int = 240
+    lr: tuple[float, float] = (2e-4, 2e-5)  # falls linearly
+    mix: tuple[tuple[float, tuple[int, int, int, int]], ...] = (
+        (0.8, (2, 4, 12, 12)),
+        (0.16, (1, 8, 12, 12)),
+        (0.04, (1, 16, 16, 16)),
+    )
 
 
-def size_of(pair: int, plan: Plan) -> str:
-    """Which size a pair has."""
-    return plan.sizes[pair % len(plan.sizes)]
+def noise_levels(count: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where steps of 4 or 8 begin, have their middle and end: σ [count] each, on the grids that sampling uses."""
+    grid = torch.tensor(GRIDS)[torch.randint(len(GRIDS), (count,), generator=rng)]
+    place = (torch.rand(count, generator=rng) * grid).floor()
+    u = torch.stack([1 - (place + part) / grid for part in (0.0, 0.5, 1.0)])
+    return tuple(model.FLOW_SHIFT * u / (1 + (model.FLOW_SHIFT - 1) * u))
 
 
-@torch.no_grad()
-def make_pair(teacher, pair: int, seed: int, size: str, steps: int = TEACHER_STEPS) -> dict[str, torch.Tensor]:
-    """Noise and the latents of the clip that the teacher's guided sampling makes of it, with the prompt's embedding."""
-    rng = torch.Generator().manual_seed((seed + 1) * 9_000_011 + pair)
-    combo = data.TRAIN[int(torch.randint(len(data.TRAIN), (), generator=rng))]
-    words = [int(torch.randint(n, (), generator=rng)) for n in (len(scene.TEMPLATES), len(scene.VERBS))]
-    call = {**SIZES[size], "num_inference_steps": steps, "guidance_scale": GUIDANCE}
-    t, h, w = call["num_frames"], call["height"] // model.PATCH, call["width"] // model.PATCH
-    noise = torch.randn(1, model.Z_DIM, t, h, w, generator=rng)
-    text, empty = teacher.encode_prompt(scene.caption(combo, *words), max_sequence_length=call["max_sequence_length"])
-    clip = teacher(prompt_embeds=text, negative_prompt_embeds=empty, latents=noise, output_type="latent", **call).frames
-    return {"noise": noise[0], "clip": clip[0].contiguous(), "text": text[0].contiguous()}
+@dataclass
+class Lesson:
+    """Noisy latents with captions, and the velocity that goes where the teacher goes."""
+
+    noisy: torch.Tensor  # [B, Z, T, H, W]
+    sigma: torch.Tensor  # [B]
+    text: torch.Tensor  # [B, tokens, TEXT_DIM]
+    velocity: torch.Tensor  # as noisy
 
 
-class Pairs:
-    """Pairs on disk, each made when it is first asked for."""
+class Teacher:
+    """The packaged model, with guidance."""
 
-    def __init__(self, folder: Path, seed: int, plan: Plan):
-        self.folder, self.seed, self.plan = folder / "pairs", seed, plan
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.teacher = tiny.load()
-        self.held: dict[int, dict[str, torch.Tensor]] = {}
+    def __init__(self, seed: int):
+        self.pipe, self.seed = tiny.load(), seed
+        self.codec = model.fit_codec()
+        self.empty = self._text([""])
 
-    def get(self, pair: int) -> dict[str, torch.Tensor]:
-        """The pair of this number."""
-        if pair not in self.held:
-            path = self.folder / f"{pair:05d}.safetensors"
-            if not path.exists():
-                part = path.with_suffix(".part")
-                save_file(make_pair(self.teacher, pair, self.seed, size_of(pair, self.plan)), part)
-                os.replace(part, path)
-            self.held[pair] = load_file(path)
-        return self.held[pair]
+    @torch.no_grad()
+    def _text(self, captions: list[str]) -> torch.Tensor:
+        return self.pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS)[0]
 
+    def _guided(self, x: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([text, self.empty.expand_as(text)])
+        said, unsaid = self.pipe.transformer(x.repeat(2, 1, 1, 1, 1), 1000 * sigma.repeat(2), both)[0].chunk(2)
+        return unsaid + GUIDANCE * (said - unsaid)
 
-def noise_levels(count: int, rng: torch.Generator) -> torch.Tensor:
-    """Noise levels [count]: half of them those that 4 and 8 steps start from, half anywhere, shifted as in sampling."""
-    u = torch.rand(count, generator=rng)
-    grid = STEPS[int(torch.randint(len(STEPS), (), generator=rng))]
-    on_grid = torch.rand(count, generator=rng) < 0.5
-    u = torch.where(on_grid, (u * grid).floor().add(1) / grid, u)
-    return model.FLOW_SHIFT * u / (1 + (model.FLOW_SHIFT - 1) * u)
+    @torch.no_grad()
+    def lesson(self, step: int, canvas: tuple[int, int, int, int], rng: torch.Generator) -> Lesson:
+        """Clips of this step with noise, and the mean velocity of two guided steps from there."""
+        b, t, h, w = canvas
+        clips = data.batch(self.seed + 5, step, b, t, (8 * h, 8 * w))
+        x = model.encode(clips.video, self.codec)
+        begin, middle, end = noise_levels(b, rng)
+        first, half, last = (s.view(-1, 1, 1, 1, 1) for s in (begin, middle, end))
+        noisy = (1 - first) * x + first * torch.randn(x.shape, generator=rng)
+        text = self._text(clips.captions)
+        there = noisy + (half - first) * self._guided(noisy, begin, text)
+        there = there + (last - half) * self._guided(there, middle, text)
+        return Lesson(noisy, begin, text, (noisy - there) / (first - last))
 
 
 class Student:
     """The student's transformer, its optimiser, averaged weights and the step that changes them."""
 
-    def __init__(self, pairs: Pairs, plan: Plan, seed: int = 0):
-        self.pairs, self.plan, self.seed, self.step = pairs, plan, seed, 0
+    def __init__(self, teacher: Teacher, plan: Plan, seed: int = 0):
+        self.teacher, self.plan, self.seed, self.step = teacher, plan, seed, 0
         self.transformer = tiny.load().transformer.train()
         self.weights = dict(self.transformer.named_parameters())
         self.ema = {n: p.detach().clone() for n, p in self.weights.items()}
@@ -110,32 +108,22 @@ class Student:
         weight = model.latent_scale().view(1, -1, 1, 1, 1)
         self.weight = weight / weight.mean()
 
-    def _batch(self, rng: torch.Generator) -> list[dict[str, torch.Tensor]]:
-        """Pairs of one size, out of those that are there by now."""
-        there = min(self.plan.pairs, self.plan.first + self.step // self.plan.every)
-        size = size_of(int(torch.randint(there, (), generator=rng)), self.plan)
-        alike = [i for i in range(there) if size_of(i, self.plan) == size]
-        picks = torch.randint(len(alike), (BATCH[size],), generator=rng).tolist()
-        return [self.pairs.get(alike[i]) for i in picks]
-
-    def loss(self, rng: torch.Generator) -> torch.Tensor:
-        """How far the student's velocity is off the straight line from clip to noise."""
-        chosen = self._batch(rng)
-        noise, clip, text = (torch.stack([p[k] for p in chosen]) for k in ("noise", "clip", "text"))
-        sigma = noise_levels(len(chosen), rng)
-        s = sigma.view(-1, 1, 1, 1, 1)
-        velocity = self.transformer((1 - s) * clip + s * noise, 1000 * sigma, text, return_dict=False)[0]
-        return (self.weight * (velocity - (noise - clip)).square()).mean()
+    def loss(self, lesson: Lesson) -> torch.Tensor:
+        """How far the student's velocity is off the teacher's, colour counting most."""
+        velocity = self.transformer(lesson.noisy, 1000 * lesson.sigma, lesson.text, return_dict=False)[0]
+        return (self.weight * (velocity - lesson.velocity).square()).mean()
 
     def train_step(self) -> float:
         """Advance by one step; returns the loss."""
         rng = torch.Generator().manual_seed((self.seed + 1) * 11_000_027 + self.step)
-        loss = self.loss(rng)
+        shares = torch.tensor([share for share, _ in self.plan.mix])
+        canvas = self.plan.mix[int(torch.multinomial(shares, 1, generator=rng))][1]
+        loss = self.loss(self.teacher.lesson(self.step, canvas, rng))
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         done, (start, end) = self.step / self.plan.steps, self.plan.lr
-        self.optimiser.param_groups[0]["lr"] = min(1, (1 + self.step) / 20) * (start + done * (end - start))
+        self.optimiser.param_groups[0]["lr"] = min(1, (1 + self.step) / 10) * (start + done * (end - start))
         self.optimiser.step()
         keep = min(EMA, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
@@ -155,31 +143,54 @@ class Student:
         if state["seed"] != self.seed:
             raise ValueError(f"checkpoint was made with seed {state['seed']}, not {self.seed}")
         self.step, self.ema = state["step"], state["ema"]
-        for name, p in self.weights.items():
-            p.copy_(state["weights"][name])
+        self.use(state["weights"])
         self.optimiser.load_state_dict(state["optimiser"])
 
+    @torch.no_grad()
+    def use(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take these weights."""
+        for name, p in self.weights.items():
+            p.copy_(weights[name])
 
-def run(student: Student, folder: Path, every: float = 120.0, report: int = 25) -> None:
-    """Train to the end of the plan, from the folder's checkpoint where there is one."""
-    checkpoint = folder / "checkpoint.pt"
-    if checkpoint.exists():
-        student.restore(torch.load(checkpoint, weights_only=True))
+
+def _save(student: Student, folder: Path) -> None:
+    part = folder / "checkpoint.part"
+    torch.save(student.state(), part)
+    os.replace(part, folder / "checkpoint.pt")
+
+
+def run(student: Student, folder: Path, seconds: float = math.inf, every: float = 120.0, report: int = 10) -> None:
+    """Train to the end of the plan, or for so many seconds of CPU time, from the folder's checkpoint if there is one."""
+    if (folder / "checkpoint.pt").exists():
+        student.restore(torch.load(folder / "checkpoint.pt", weights_only=True))
         log.info("going on from step %d", student.step)
     losses: list[float] = []
     saved = time.monotonic()
-    while student.step < student.plan.steps:
+    while student.step < student.plan.steps and time.process_time() < seconds:
         losses.append(student.train_step())
         if student.step % report == 0:
-            log.info("step %d loss %.4f cpu %.0f s", student.step, sum(losses) / len(losses), time.process_time())
+            mean = sum(losses) / len(losses)
+            log.info("step %d loss %.5f cpu %.0f s", student.step, mean, time.process_time())
             with (folder / "log.csv").open("a", newline="") as file:
-                csv.writer(file).writerow([student.step, sum(losses) / len(losses), round(time.process_time(), 1)])
+                csv.writer(file).writerow([student.step, mean, round(time.process_time(), 1)])
             losses = []
-        if time.monotonic() - saved > every or student.step == student.plan.steps:
-            part = checkpoint.with_suffix(".part")
-            torch.save(student.state(), part)
-            os.replace(part, checkpoint)
+        if time.monotonic() - saved > every:
+            _save(student, folder)
             saved = time.monotonic()
+    _save(student, folder)
+
+
+@torch.no_grad()
+def check(student: Student, folder: Path, lessons: int = 12) -> dict[str, float]:
+    """Loss on new clips: of the teacher without guidance, which is where the student began, and of its averaged weights."""
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    drawn = [
+        student.teacher.lesson(1_000_000 + i, (2, 4, 12, 12), torch.Generator().manual_seed(77 + i)) for i in range(lessons)
+    ]
+    begin = sum(student.loss(lesson).item() for lesson in drawn) / lessons
+    student.use(state["ema"])
+    end = sum(student.loss(lesson).item() for lesson in drawn) / lessons
+    return {"step": state["step"], "teacher_without_guidance": begin, "student": end}
 
 
 def export(folder: Path, out: Path) -> Path:
@@ -193,23 +204,26 @@ def export(folder: Path, out: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, or write the checkpoint into the package."""
+    """Train, check, or write the checkpoint into the package."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/student"), help="pairs, log and checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("runs/student"), help="log and checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--export", action="store_true", help="write the checkpoint into the package instead of training"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many seconds of CPU time")
+    parser.add_argument("--check", action="store_true", help="only measure how near the checkpoint is to the teacher")
+    parser.add_argument("--export", action="store_true", help="only write the checkpoint into the package")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
     if args.export:
         log.info("written: %s", export(args.out, PACKAGE / "student"))
         return
-    plan = Plan()
     args.out.mkdir(parents=True, exist_ok=True)
-    run(Student(Pairs(args.out, args.seed, plan), plan, args.seed), args.out)
+    student = Student(Teacher(args.seed), Plan(), args.seed)
+    if args.check:
+        log.info("%s", check(student, args.out))
+    else:
+        run(student, args.out, args.seconds)
 
 
 if __name__ == "__main__":
