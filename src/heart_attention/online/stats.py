@@ -312,6 +312,15 @@ class Stats:
     def __getitem__(self, name: str) -> Any:
         return self._data[name]
 
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the summary, how dense each head was, and the table of layers."""
+        from .stats_html import html
+
+        return html(self._data, self._summary_lines())
+
     def __str__(self) -> str:
         return "\n".join([*self._summary_lines(), "", *self._layer_lines()])
 
