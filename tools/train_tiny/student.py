@@ -185,7 +185,8 @@ def check(student: Student, folder: Path, lessons: int = 12) -> dict[str, float]
     """Loss on new clips: of the teacher without guidance, which is where the student began, and of its averaged weights."""
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     drawn = [
-        student.teacher.lesson(1_000_000 + i, (2, 4, 12, 12), torch.Generator().manual_seed(77 + i)) for i in range(lessons)
+        student.teacher.lesson(1_000_000 + i, (2, 4, 12, 12), torch.Generator().manual_seed(77 + i))
+        for i in range(lessons)
     ]
     begin = sum(student.loss(lesson).item() for lesson in drawn) / lessons
     student.use(state["ema"])
