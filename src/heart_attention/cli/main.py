@@ -12,7 +12,7 @@ from .. import __version__, plugins
 from ..errors import HeartError
 
 # One module a topic; each offers `register(subparsers)`. Heavy imports stay inside the commands themselves.
-TOPICS = ("info", "generate", "calibrate", "tune", "compare", "study", "report")
+TOPICS = ("info", "generate", "calibrate", "tune", "compare", "frontier", "study", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -60,10 +60,19 @@ class CaseWorker(Worker[Case]):
         self.pipe, self.progress = pipe, progress
         self.warmed: set[tuple[str, str]] = set()
 
+    @classmethod
+    def on(cls, loader: Callable[[], Any]) -> CaseWorker:
+        """What a Ray worker calls."""
+        return cls(loader())
+
     def run(self, task: Case, data: bytes | None = None) -> Iterator[Record]:
         """All methods of a case; records come when the last one is done."""
         from ..models import regional_compile
 
+        if not task.setting.timed:
+            with regional_compile.compiled(self.pipe, task.setting.compile_blocks):
+                yield from self._untimed(task)
+            return
         with regional_compile.compiled(self.pipe, task.setting.compile_blocks):  # once for all, since turns interleave
             self._warm_up(task)
             before = timing.cpu_wait()
@@ -77,6 +86,18 @@ class CaseWorker(Worker[Case]):
                 continue
             row |= self._beside(dense, waited)
             if method.name != DENSE and task.methods[0][1] in task.wanted:  # else against the stored dense video, later
+                row |= metrics.compare(frames, reference, task.setting.metrics)
+            yield name, pack(row, frames, task.setting, name)
+
+    def _untimed(self, task: Case) -> Iterator[Record]:
+        """The methods one after the other, for their videos alone."""
+        reference, (device, place) = None, device_of(self.pipe)
+        for method, name in task.methods:
+            frames, row = self._job(method, task)(None)
+            row |= {"timed": False, "device": device, "place": place}
+            if method.name == DENSE:
+                reference = frames
+            elif reference is not None:
                 row |= metrics.compare(frames, reference, task.setting.metrics)
             yield name, pack(row, frames, task.setting, name)
 
@@ -149,17 +170,16 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def opened(cluster: Cluster | None) -> Iterator[Executor[Case] | None]:
-    """An executor of cases on a cluster, closed at the end; None for none."""
+def opened(
+    cluster: Cluster | None, set_up: Callable[[Callable[[], Any]], Worker[Case]] | None = None
+) -> Iterator[Executor[Case] | None]:
+    """An executor of cases on a cluster, closed at the end; None for none. `set_up` makes a worker from the loader."""
     if cluster is None:
         yield None
         return
     from ..execution.ray import RayExecutor
 
-    with RayExecutor(cluster.ray, functools.partial(set_up, cluster.loader), cluster.workers) as executor:
+    with RayExecutor(
+        cluster.ray, functools.partial(set_up or CaseWorker.on, cluster.loader), cluster.workers
+    ) as executor:
         yield executor
-
-
-def set_up(loader: Callable[[], Any]) -> CaseWorker:
-    """What a Ray worker calls."""
-    return CaseWorker(loader())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import HeartError
 from . import cases, metrics, pipelines, tables
@@ -53,6 +53,39 @@ def compare(
     Returns:
         What `results.json` holds: schema, provenance, conventions of the metrics, one row a generation.
     """
+    plan = planned(
+        pipe, methods, prompts, call=call, metrics=metrics, calibrations=calibrations, force_sparse=force_sparse,
+        model=model, fps=fps, in_turns=in_turns, compile_blocks=compile_blocks,
+    )  # fmt: skip
+    with cases.opened(cluster) as executor:
+        made = run(pipe, plan.methods, plan.prompts, list(seeds), plan.setting, out, progress, executor=executor)
+    tables.write_tables(made, out)
+    return made
+
+
+class Plan(NamedTuple):
+    """What is compared: methods with dense first, prompts, and what all generations have in common."""
+
+    methods: list[names_of_methods.Method]
+    prompts: list[str]
+    setting: Setting
+
+
+def planned(
+    pipe: Any,
+    methods: Sequence[str],
+    prompts: Sequence[str] | None = None,
+    *,
+    call: dict[str, Any] | None = None,
+    metrics: Sequence[str] | None = None,
+    calibrations: Sequence[str] = (),
+    force_sparse: bool = False,
+    model: str | None = None,
+    fps: int | None = None,
+    in_turns: bool | None = None,
+    compile_blocks: bool = False,
+) -> Plan:
+    """The plan of a comparison from what `compare` is given."""
     model = model or pipelines.name_of(pipe)
     sorted_ = names_of_methods.sort_calibrations(calibrations)
     wanted = [names_of_methods.DENSE, *(m for m in methods if m != names_of_methods.DENSE)]
@@ -66,10 +99,7 @@ def compare(
         in_turns,
         compile_blocks,
     )
-    with cases.opened(cluster) as executor:
-        made = run(pipe, chosen, _prompts(prompts, model), list(seeds), setting, out, progress, executor=executor)
-    tables.write_tables(made, out)
-    return made
+    return Plan(chosen, _prompts(prompts, model), setting)
 
 
 def build_methods(

@@ -27,6 +27,8 @@ class Setting:
         fps: frames a second of the videos that are written.
         in_turns: methods take turns step by step; None: so on a CPU, where others share the machine.
         compile_blocks: the transformer's repeated blocks are compiled, for every method, dense too.
+        timed: whether times count. Videos do not depend on the machine's load: without times nothing takes turns, and
+            dense attention runs once.
     """
 
     model: str
@@ -35,6 +37,7 @@ class Setting:
     fps: int = 8
     in_turns: bool | None = None
     compile_blocks: bool = False
+    timed: bool = True
 
 
 class _Lane:
@@ -44,7 +47,7 @@ class _Lane:
         from ..models.attachment import attachment_of
         from ..models.inspect import transformers_of
 
-        self.pipe, self.pause = (pipe, None) if pause is None else (_view(pipe), pause)
+        self.pipe, self.pause = (pipe, None) if pause is None else (view(pipe), pause)
         self._attachments = lambda: [a for a in map(attachment_of, transformers_of(self.pipe)) if a is not None]
         self.timer = timing.ForwardTimer(_modules(pipe))
         self.seconds, self._began = 0.0, time.perf_counter()
@@ -72,7 +75,7 @@ class _Lane:
         return self.timer.close(), self.seconds + time.perf_counter() - self._began
 
 
-def _view(pipe: Any) -> Any:
+def view(pipe: Any) -> Any:
     """The same pipeline with a scheduler of its own, so that several generations can be under way."""
     view = copy.copy(pipe)
     view.scheduler = copy.deepcopy(pipe.scheduler)

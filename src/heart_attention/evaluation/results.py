@@ -27,6 +27,7 @@ _NEEDED = {
 }
 _OPTIONAL = {
     "wall_s": float,
+    "timed": bool,
     "dense_share": float,
     "cost": float,
     "spread": float,
@@ -138,6 +139,8 @@ def _is(value: Any, kind: type) -> bool:
     if kind is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and abs(value) <= LARGEST  # false for NaN and infinity too
+    if kind is bool:
+        return isinstance(value, bool)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 1 << 64
     if kind is dict:

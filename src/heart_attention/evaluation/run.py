@@ -47,18 +47,25 @@ def fingerprint(pipe: Any) -> list:
     return [[of(t), str(getattr(t, "dtype", "")), str(getattr(t, "device", ""))] for t in transformers_of(pipe)]
 
 
-class _Folder:
+class Folder:
     """A results folder: records of generations with their files, each whole or made anew."""
 
     def __init__(self, out: str | Path) -> None:
         self.out = Path(out)
 
     def path(self, name: str) -> Path:
+        """The file of a record."""
         return self.out / "records" / f"{name}.json"
 
     def read(self, name: str) -> dict | None:
-        """A finished record with its videos still whole, else None."""
-        return _load_record(self.path(name))
+        """A finished record with its videos still whole, else None; times that were measured again replace its own."""
+        record = _load_record(self.path(name))
+        again = self.times_path(name)
+        return record if record is None or not again.is_file() else record | read_json(again)
+
+    def times_path(self, name: str) -> Path:
+        """Where times of a generation that was repeated for them alone are kept."""
+        return self.out / "times" / f"{name}.json"
 
     def put(self, name: str, made: dict[str, Any]) -> None:
         """Write the videos and statistics of a generation, then its record."""
@@ -111,8 +118,8 @@ def run(
         raise HeartError(
             f"the first method is {methods[0].name if methods else 'missing'!r}: it must be dense, the reference"
         )
-    folder, began = _Folder(out), time.perf_counter()
-    whole = _cases(pipe, methods, prompts, seeds, setting, warm)
+    folder, began = Folder(out), time.perf_counter()
+    whole = cases_of(pipe, methods, prompts, seeds, setting, warm)
     left = [case for case in (_missing(case, folder) for case in whole) if case.wanted]
     _report_known(whole, left, setting, progress)
     spent = _generate(left, folder, executor or cases.local(pipe, progress), progress if executor else None)
@@ -135,7 +142,7 @@ def run(
     return made
 
 
-def _cases(
+def cases_of(
     pipe: Any, methods: Sequence[Method], prompts: Sequence[str], seeds: Sequence[int], setting: Setting, warm: bool
 ) -> list[Case]:
     """Every (prompt, seed) with all methods and the names of their records."""
@@ -147,10 +154,11 @@ def _cases(
     return made
 
 
-def _missing(case: Case, folder: _Folder) -> Case:
-    """What is left of a case; dense runs along whenever anything is, because times are compared with its."""
+def _missing(case: Case, folder: Folder) -> Case:
+    """What is left of a case; dense runs along whenever anything is, where times are compared with its."""
     wanted = frozenset(name for _, name in case.methods if folder.read(name) is None)
-    left = tuple((m, name) for m, name in case.methods if m.name == DENSE or name in wanted)
+    along = case.setting.timed
+    left = tuple((m, name) for m, name in case.methods if name in wanted or (along and m.name == DENSE))
     return dataclasses.replace(case, methods=left, wanted=wanted)
 
 
@@ -163,7 +171,7 @@ def _report_known(whole: Sequence[Case], left: Sequence[Case], setting: Setting,
                 progress(method.name, int(setting.call.get("num_inference_steps", 1)))
 
 
-def _generate(left: Sequence[Case], folder: _Folder, executor: Executor[Case], progress: Progress | None) -> float:
+def _generate(left: Sequence[Case], folder: Folder, executor: Executor[Case], progress: Progress | None) -> float:
     """Have cases made and keep their records; seconds of the generations."""
     spent = 0.0
     for case, (name, made) in executor.do(left, lambda key: b""):
@@ -174,7 +182,7 @@ def _generate(left: Sequence[Case], folder: _Folder, executor: Executor[Case], p
     return spent
 
 
-def _finish(case: Case, folder: _Folder) -> list[dict]:
+def _finish(case: Case, folder: Folder) -> list[dict]:
     """The rows of a case with all metrics, and its strip of frames."""
     rows, reference = [], ""
     for method, name in case.methods:

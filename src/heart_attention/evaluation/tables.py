@@ -74,8 +74,9 @@ def speedup(rows: Sequence[dict], base: Sequence[dict], key: str) -> tuple[float
     """Geometric mean of dense over row, with the ends of its 95 % interval.
 
     A row knows what dense took beside it, in turns with it; without that, the dense row of the same (prompt, seed) serves.
-    One row alone has the interval of its steps (`timing.step_interval`).
+    One row alone has the interval of its steps (`timing.step_interval`). Rows without times do not count.
     """
+    rows, base = timed(rows), timed(base)
     by_case = {(r["prompt"], r["seed"]): r[key] for r in base}
     logs = []
     for row in rows:
@@ -87,6 +88,11 @@ def speedup(rows: Sequence[dict], base: Sequence[dict], key: str) -> tuple[float
         half = timing.step_interval(rows[0].get("reference_steps_s") or [], rows[0].get("steps_s") or [])
     low, mean, high = np.exp(np.clip([middle - half, middle, middle + half], -99, 99))
     return float(mean), float(low), float(high)
+
+
+def timed(rows: Sequence[dict]) -> list[dict]:
+    """The rows whose times were measured."""
+    return [r for r in rows if r.get("timed", True)]
 
 
 def difference(results: dict, one: str, other: str, key: str = "psnr") -> tuple[float, float]:
@@ -117,13 +123,13 @@ def _summary(mine: list[dict], dense: list[dict], conventions: dict) -> dict[str
         if values:
             entry[key], entry[f"{key}_ci"] = interval(values)
     for key in ("attention_s", "total_s"):
-        entry[key] = interval([r[key] for r in mine])[0]
+        entry[key] = interval([r[key] for r in timed(mine)])[0]
         name = key.replace("_s", "_speedup")
         entry[name], *entry[f"{name}_ci"] = speedup(mine, dense, key)
     for key in ("density", "cost", "dense_share", "refresh_rate"):
         values = [r[key] for r in mine if r.get(key) is not None]
         entry[key] = interval(values)[0] if values and mine[0]["method"] != "dense" else None
-    parts = [r["parts_s"] for r in mine if r.get("parts_s")]
+    parts = [r["parts_s"] for r in timed(mine) if r.get("parts_s")]
     entry["parts_s"] = {k: float(np.mean([p.get(k) or 0.0 for p in parts])) for k in parts[0]} if parts else {}
     entry["dense_reasons"] = _reasons(mine)
     return entry
@@ -218,7 +224,7 @@ def reuse_lines(results: dict) -> list[str]:
             continue
         base = rows[backbone]
         before, after = (sum(e["parts_s"].get(k, 0.0) for k in ("prediction", "planning")) for e in (base, entry))
-        if not before or not entry.get("attention_s"):
+        if not before or not _number(entry["attention_s"]):
             continue
         gain, half = difference(results, name, backbone)
         lines.append(

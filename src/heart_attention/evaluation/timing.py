@@ -187,6 +187,12 @@ def step_interval(reference: Sequence[float], steps: Sequence[float]) -> float:
     return student_t(n - 1) * deviation
 
 
+def untimed(rows: Sequence[dict]) -> str:
+    """That times of some rows were not measured, in one sentence; empty if all were."""
+    count = sum(not r.get("timed", True) for r in rows)
+    return f"times of {count} of {len(rows)} videos were not measured" if count else ""
+
+
 def verdict(rows: Sequence[dict]) -> str:
     """Why the times of these rows are not to be trusted, in one sentence; empty if nothing speaks against them."""
     spreads = [r["spread"] for r in rows if r.get("spread") is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...errors import HeartError
 from ...files import read_json, write_atomic
 from .. import results as files
 from .. import tables, timing
-from . import plots
+from . import curves, plots
 from .heads import view
 
 BUDGET = (
@@ -128,6 +129,8 @@ def _headline(summary: list[dict]) -> str:
 
 
 def _verdict(e: dict) -> str:
+    if not math.isfinite(e["attention_speedup"]):
+        return f"{e['method']}: times not measured" + (f", {e['psnr']:.1f} dB PSNR" if e.get("psnr") else "")
     speeds = " and ".join(
         f"{what} {_speed(e, key)}" for what, key in (("attention", "attention"), ("the model", "total"))
     )
@@ -148,6 +151,16 @@ def _scatter(summary: list[dict]) -> str | None:
     return plots.scatter(points, "attention speed-up over dense", "PSNR dB", label) if points else None
 
 
+def _front(results: dict) -> dict | None:
+    """Curves and comparisons where methods come with several budgets."""
+    from ..frontier import front, plot
+
+    if not any("@" in row["method"] for row in results["rows"]):
+        return None
+    plots_ = [(title, plot.svg(results, axis)) for axis, title in plot.TITLES.items()]
+    return {"plots": plots_, "lines": front.lines(front.front(results)["comparisons"]), "css": curves.CSS}
+
+
 def _bars(summary: list[dict]) -> str:
     rows = [(e["method"], [(p, max(e["parts_s"].get(p) or 0.0, 0.0)) for p in PARTS]) for e in summary]
     return plots.stacked_bars(rows, "s", "attention time by part")
@@ -155,7 +168,7 @@ def _bars(summary: list[dict]) -> str:
 
 def _interval_note(entry: dict) -> str:
     count = f"{entry['n']} video{'s' if entry['n'] > 1 else ''}"
-    if entry["method"] == "dense":
+    if entry["method"] == "dense" or not math.isfinite(entry["attention_speedup"]):
         return count
     how = "over prompts and seeds" if entry["n"] > 1 else "over steps"
     return f"{count}; 95 % intervals {how}: attention {_speed(entry, 'attention')}, end to end {_speed(entry, 'total')}"
@@ -183,7 +196,8 @@ def context(folder: str | Path) -> dict[str, Any]:
     plain, folded = _provenance(results["provenance"])
     return {
         "headline": _headline(summary),
-        "doubt": timing.verdict(results["rows"]),
+        "doubt": timing.verdict(results["rows"]) or timing.untimed(results["rows"]),
+        "front": _front(results),
         "cases": cases,
         "left_out": left_out,
         "head": head,
