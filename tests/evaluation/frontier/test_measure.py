@@ -40,7 +40,7 @@ def test_velocity_errors_are_of_sparse_steps_along_the_dense_trajectory(made):
     assert 0 < fine < coarse and rows[PROMPTS[1], METHODS[0]][velocity.NAME] is None
     name = rows[PROMPTS[0], METHODS[0]]["stats"][len("stats/") : -len(".json")]
     errors = velocity.errors_of(Folder(out), name)
-    assert errors[:5] == [0.0] * 5 and len(errors) == 7 and min(errors[5:]) > 0  # five dense steps
+    assert errors[0] == 0.0 and len(errors) == 7 and min(errors[1:]) > 0  # the first of so few steps stays dense
     assert velocity.NAME in found["conventions"]
 
 
