@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import time
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -23,6 +25,7 @@ from heart_attention.evaluation.results import cpu_name
 
 FOLDER = Path(__file__).parent / "results"
 TENTH = 0.1
+COARSE = 1e-3  # seconds
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,23 @@ def settle(benchmark: str, ratios: list[Ratio], store: bool, folder: Path = FOLD
         print(f"\nno stored ratios for this kind of machine ({kind()}): --store keeps these in {path}")
     print(*told, sep="\n", end="\n" if told else "")
     if store:
+        _refuse_coarse_clock(ratios)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_text(benchmark, ratios, kept))
     return told
+
+
+def _refuse_coarse_clock(ratios: list[Ratio]) -> None:
+    """Under a limit of CPU time (`ulimit -t`) the process's clock moves in steps of milliseconds, and short times are 0."""
+    before = after = time.process_time()
+    while after == before:
+        after = time.process_time()
+    if after - before > COARSE:
+        raise SystemExit(
+            f"not stored: the CPU clock moves by {1e3 * (after - before):.1f} ms; run it without ulimit -t"
+        )
+    if none := [r.name for r in ratios if not (math.isfinite(r.value) and r.value > 0)]:
+        raise SystemExit(f"not stored: {none[0]} is not above 0, so its time could not be measured")
 
 
 def _regressions(ratios: list[Ratio], kept: dict[str, Any]) -> list[str]:

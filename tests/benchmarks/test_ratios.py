@@ -40,6 +40,20 @@ def test_another_kind_of_machine_has_nothing_to_compare_with(tmp_path, capsys, m
     assert "no stored ratios for this kind of machine (other)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_ratio_that_could_not_be_measured_is_not_stored(tmp_path, value):
+    with pytest.raises(SystemExit, match="not stored: a is not above 0"):
+        settle("b", [Ratio("a", value, "×")], True, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_coarse_clock_stores_nothing(tmp_path, monkeypatch):
+    ticks = iter([0.0, 0.0, 0.004])
+    monkeypatch.setattr(ratios.time, "process_time", lambda: next(ticks))
+    with pytest.raises(SystemExit, match=r"moves by 4\.0 ms; run it without ulimit -t"):
+        settle("b", [Ratio("a", 1.0, "×")], True, tmp_path)
+
+
 def test_stored_files_are_whole():
     for path in ratios.FOLDER.glob("*.json"):
         found = json.loads(path.read_text())
