@@ -17,8 +17,9 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     PyramidAttentionBroadcastConfig,
     WanTransformer3DModel,
+    hooks,
 )
-from diffusers.hooks import MagCacheConfig, TaylorSeerCacheConfig, apply_group_offloading
+from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 import heart_attention as heart
@@ -84,8 +85,19 @@ def model_offload(model):
     cpu_offload_with_hook(model, CPU)
 
 
+def newer(name):
+    """A cache that the oldest diffusers we promise does not have."""
+    return getattr(hooks, name, None) or pytest.skip(f"this diffusers has no {name}")
+
+
+def taylorseer(model):
+    model.enable_cache(newer("TaylorSeerCacheConfig")(cache_interval=2, disable_cache_before_step=2))
+
+
 def mag_cache(model):
-    model.enable_cache(MagCacheConfig(mag_ratios=[1.0] * STEPS, num_inference_steps=STEPS, retention_ratio=0.4))
+    model.enable_cache(
+        newer("MagCacheConfig")(mag_ratios=[1.0] * STEPS, num_inference_steps=STEPS, retention_ratio=0.4)
+    )
 
 
 def cache(config):
@@ -105,7 +117,7 @@ COMPOSED = {
     "layerwise casting": lambda model: model.enable_layerwise_casting(torch.bfloat16, torch.float32),
     "attention backend": lambda model: model.set_attention_backend("_native_math"),
     "first block cache": cache(FirstBlockCacheConfig(threshold=0.3)),
-    "taylorseer": cache(TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=2)),
+    "taylorseer": taylorseer,
     "magcache": mag_cache,
     "pab": cache(
         PyramidAttentionBroadcastConfig(

@@ -1,5 +1,6 @@
 """Silhouettes are read rightly: shapes, pieces, holes and areas, on rendered clips and on faults made on purpose."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -117,3 +118,23 @@ def test_a_clip_without_object_fails_every_check_of_the_silhouette():
     found = tiny.check(empty, "a red ring moves left on a navy background")
     assert (found["shape"], found["one_piece"], found["steady"], found["hole"]) == (0.0, 0.0, False, 0.0)
     assert tiny.check(empty, "a red circle moves left on a navy background")["hole"] is None
+
+
+def test_components_and_holes_are_scipys():
+    """Ours need no scipy at run time; its labels and filled holes are the twin."""
+    ndimage = pytest.importorskip("scipy.ndimage")
+    rng = np.random.default_rng(0)
+    for density in (0.2, 0.5, 0.7, 0.9):
+        mask = rng.random((40, 33)) < density
+        for corners, structure in ((False, None), (True, np.ones((3, 3)))):
+            labels, _ = ndimage.label(mask, structure)
+            sizes = np.bincount(labels.ravel())[1:]
+            assert sorted(size for size, _ in silhouette._components(mask, corners)) == sorted(sizes.tolist())
+        enclosed = sum(size for size, at_edge in silhouette._components(~mask) if not at_edge)
+        assert enclosed == int(ndimage.binary_fill_holes(mask).sum() - mask.sum())
+
+
+def test_nothing_of_the_package_needs_scipy_to_run():
+    """scipy is no dependency: only tests may import it."""
+    source = Path(silhouette.__file__).parents[1]
+    assert not [p.name for p in source.rglob("*.py") if re.search(r"^\s*(import|from) scipy", p.read_text(), re.M)]

@@ -1,6 +1,6 @@
 """The little world of the embedded model: its words, its colours, its prompts, and the program check.
 
-Everything here is numpy (and scipy for silhouettes), so that the training data (``tools/train_tiny/data.py``) and the package
+Everything here is numpy, so that the training data (``tools/train_tiny/data.py``) and the package
 share one definition and importing it stays cheap.
 """
 

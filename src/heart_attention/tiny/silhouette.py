@@ -1,7 +1,7 @@
 """What a silhouette shows: which of the four shapes, in how many pieces, with a hole or without, how large.
 
 Everything is measured on the object's pixels frame by frame, by counting and by matching with drawn shapes; there is
-no learned judge. Importing this stays cheap: scipy is imported by the functions that need it.
+no learned judge, and nothing beyond numpy.
 """
 
 import numpy as np
@@ -25,23 +25,36 @@ def distance(shape: str, x: np.ndarray, y: np.ndarray, r: float | np.ndarray) ->
 
 def pieces(mask: np.ndarray) -> int:
     """Connected components of a frame's mask [H, W], corners touching, specks left out."""
-    return sum(size >= SPECK for size in _sizes(mask, np.ones((3, 3))))
+    return sum(size >= SPECK for size, _ in _components(mask, corners=True))
 
 
 def has_hole(mask: np.ndarray) -> bool:
     """Does the mask [H, W] enclose a piece of ground worth the name?"""
-    from scipy import ndimage
-
-    filled = ndimage.binary_fill_holes(mask)
-    return max(_sizes(filled & ~mask), default=0) >= max(SPECK, HOLE * filled.sum())
+    holes = [size for size, at_edge in _components(~mask) if not at_edge]
+    return max(holes, default=0) >= max(SPECK, HOLE * (int(mask.sum()) + sum(holes)))
 
 
-def _sizes(mask: np.ndarray, structure: np.ndarray | None = None) -> list[int]:
-    """Pixels in each connected component."""
-    from scipy import ndimage
-
-    labels, _ = ndimage.label(mask, structure)
-    return np.bincount(labels.ravel())[1:].tolist()
+def _components(mask: np.ndarray, corners: bool = False) -> list[tuple[int, bool]]:
+    """Pixels in each connected component of a mask [H, W], and whether it reaches the edge of the frame."""
+    height, width = mask.shape
+    row = width + 2  # with a border of nothing, so that every pixel has all its neighbours
+    left = bytearray(np.pad(mask, 1).astype(np.uint8).tobytes())
+    near = (1, -1, row, -row) + ((row + 1, row - 1, 1 - row, -row - 1) if corners else ())
+    found = []
+    for start in np.flatnonzero(left).tolist():
+        size, at_edge, todo = 0, False, [start] if left[start] else []
+        left[start] = 0
+        while todo:
+            at = todo.pop()
+            size += 1
+            at_edge = at_edge or at < 2 * row or at >= height * row or at % row in (1, width)
+            for step in near:
+                if left[at + step]:
+                    left[at + step] = 0
+                    todo.append(at + step)
+        if size:
+            found.append((size, at_edge))
+    return found
 
 
 def inside(masks: np.ndarray) -> np.ndarray:
@@ -77,20 +90,30 @@ def match(masks: np.ndarray, shapes: tuple[str, ...]) -> np.ndarray:
 
 def _match_one(masks: np.ndarray, shape: str, radius: float) -> np.ndarray:
     """Best overlap [T] with one shape: all positions at once, as correlations by Fourier transform."""
-    from scipy import fft
-
     height, width = masks.shape[1:]
     margin = int(np.ceil(1.1 * radius * SCALES[-1]))  # so that nothing wraps around
-    size = tuple(fft.next_fast_len(n + 2 * margin, real=True) for n in (height, width))
+    size = tuple(_easy_length(n + 2 * margin) for n in (height, width))
     fields = np.concatenate([masks, np.ones((1, height, width))]).astype(np.float32)  # the last: the whole canvas
-    spectra = fft.rfft2(fields, size)
+    spectra = np.fft.rfft2(fields, size)
     best = np.zeros(len(masks))
     for scale in SCALES:
-        drawn = fft.rfft2(_drawn(shape, radius * scale, margin), size)
-        both = fft.irfft2(spectra * drawn.conj(), size)  # [T + 1, H', W'], by the drawn shape's place
+        drawn = np.fft.rfft2(_drawn(shape, radius * scale, margin), size)
+        both = np.fft.irfft2(spectra * drawn.conj(), size)  # [T + 1, H', W'], by the drawn shape's place
         either = masks.sum((1, 2))[:, None, None] + both[-1] - both[:-1]
         best = np.maximum(best, (both[:-1] / np.maximum(either, 1.0)).max((1, 2)))
     return best
+
+
+def _easy_length(n: int) -> int:
+    """The least length from n on that has no prime factor above 5: transforms of such lengths are quick."""
+    while True:
+        rest = n
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return n
+        n += 1
 
 
 def _drawn(shape: str, radius: float, margin: int) -> np.ndarray:
