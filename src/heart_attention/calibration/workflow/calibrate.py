@@ -41,7 +41,7 @@ from .tasks import CalibrationWorker, Task, set_up
 __all__ = ["Settings", "calibrate", "measure", "run"]
 
 SUFFIX = ".heart.json"
-SENSITIVITY_PROMPTS = 2  # prompts on which phases are weighed
+SENSITIVITY_PROMPTS = 1  # prompts on which phases are weighed: relative effects hardly differ between them
 
 
 def calibrate(
