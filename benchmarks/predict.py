@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heart_attention.backbones import SVG2, XAttention
+from heart_attention import kernels
+from heart_attention.backbones import SVG, SVG2, ExactMass, Lite, Sparge, XAttention
 from heart_attention.kernels.ops import native as native
 from heart_attention.online import reuse
 from ratios import Ratio, add_arguments, settle
@@ -90,6 +91,55 @@ def xattention(n: int, threads: int, repeat: int) -> list[dict[str, Any]]:
         }
         for name in DTYPES
     ]
+
+
+def others(n: int, threads: int, repeat: int) -> list[dict[str, Any]]:
+    """Rows of the table: what Sparge, SVG and ExactMass predict in, and what Lite's verdict adds to attention.
+
+    Lite is the difference between two calls that compute all tiles, one with the verdict and the set it leaves.
+    """
+    best, rows = Best(threads), []
+    full = [smooth(n, seed) for seed in range(3)]
+    inputs = {name: [x.to(dtype) for x in full] for name, dtype in DTYPES.items()}
+    for _ in range(repeat):
+        for name, (q, k, v) in inputs.items():
+            best.run(f"dense {name}", lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v))
+            for label, predict in predictions(q, k, v).items():
+                best.run(f"{label} {name}", predict, 1 if label == "exact" else 4)
+            for label, attend in lite_calls(q, k, v).items():
+                best.run(f"{label} {name}", attend, 2)
+    for label, bar in (("sparge", 2.0), ("svg", 3.0), ("lite", 3.0), ("exact", 50.0)):
+        for name in DTYPES:
+            added = best.times[f"lite with {name}"] - best.times[f"lite without {name}"]
+            spent = added if label == "lite" else best.times[f"{label} {name}"]
+            percent = 100 * spent / best.times[f"dense {name}"]
+            rows.append({"backbone": label, "tokens": n, "inputs": name, "percent": percent, "bar": bar})
+    return rows
+
+
+def predictions(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
+    """What predicts a mask before attention."""
+    grid = (q.shape[2] // 256, 16, 16)
+    return {
+        "sparge": lambda: Sparge().predict(q, k, 0.98),
+        "svg": lambda: SVG().predict(q, k, 0.3, v=v, grid=grid),
+        "exact": lambda: ExactMass().predict(q, k, 0.9),
+    }
+
+
+def lite_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
+    """Attention over all of Lite's tiles, with and without the verdict."""
+    backbone, every = Lite(-10), torch.ones(q.shape[:2], dtype=torch.bool)
+    mask = backbone.predict(q, k, 0.9)
+    plan = kernels.plan("cpu", mask)
+
+    def judged() -> None:
+        state = backbone.new_state()
+        visit = backbone.visit(state, mask, every)
+        kernels.run(plan, q, k, v, visit=visit)
+        backbone.learn(state, mask, visit.gains, every, [0.9] * HEADS)
+
+    return {"lite without": lambda: kernels.run(plan, q, k, v), "lite with": judged}
 
 
 def decide(q: Tensor, k: Tensor) -> Tensor:
@@ -167,15 +217,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="other lengths for XAttention")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default 3)")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only-others", action="store_true", help="Sparge, SVG, Lite and ExactMass alone")
     parser.add_argument("--no-kmeans", action="store_true", help="leave the k-means table out")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.only_others:
+        rows = others(8192, args.threads, args.repeat)
+        print(json.dumps(rows, indent=1) if args.json else table("Percent of dense SDPA", rows))
+        return
     lengths = args.tokens or ([8192] if args.quick else [8192, 32760])
     results: dict[str, Any] = {
         "heads": HEADS, "width": WIDTH, "threads": args.threads, "native": native.serves(torch.zeros(1, 1)),
         "xattention": [row for n in lengths for row in xattention(n, args.threads, args.repeat)],
+        "others": others(8192, args.threads, args.repeat),
         "kmeans": [] if args.no_kmeans else kmeans(8192, args.threads, args.repeat),
     }  # fmt: skip
     if args.json:
@@ -184,6 +240,7 @@ def main() -> None:
     how = "C" if results["native"] else "PyTorch (no compiler)"
     print(f"H={HEADS}, D={WIDTH}, {args.threads} thread(s), prediction in {how}\n")
     print(table("XAttention prediction, selection and drift, percent of dense SDPA", results["xattention"]))
+    print(table("Sparge, SVG, ExactMass; what Lite's verdict adds: percent of dense SDPA", results["others"]))
     if results["kmeans"]:
         print(table("k-means, 2 iterations at N=8,192, against plain PyTorch", results["kmeans"]))
     settle("predict", ratios(results), args.store)

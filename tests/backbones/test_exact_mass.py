@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import heart_attention as heart
-from heart_attention.backbones import exact_mass
 from heart_attention.backbones.blocks import covered
 
 torch.set_num_threads(1)
@@ -16,9 +15,7 @@ def inputs(n=100, d=16, heads=2):
     return [torch.randn(1, heads, n, d, generator=g) * 2 for _ in range(3)]
 
 
-@pytest.mark.parametrize("floats", [1, 1 << 21])
-def test_masses_by_brute_force(floats, monkeypatch):
-    monkeypatch.setattr(exact_mass, "SCORE_FLOATS", floats)
+def test_masses_by_brute_force():
     q, k, _ = inputs()
     found = small.examine(covered("ExactMass", q, k, None), q[0, 0], k[0, 0], None)
     weights = (q[0, 0] @ k[0, 0].T / 4).softmax(-1)
@@ -56,3 +53,30 @@ def test_in_the_engine_and_from_a_file():
         assert heart.attention(q, k, v, (0, step, "cond"), engine).isfinite().all()
     assert engine.stats()["dense_calls"] == 0
     assert heart.backbones.from_dict(small.to_dict()) == small
+
+
+def steps_of(backbone, texts=None, batch=1):
+    """Five steps, two of them dense, masks reused for ever; the engine, and outputs of each step."""
+    q, k, v = (x.expand(batch, -1, -1, -1).clone() for x in inputs(128))
+    config = heart.HeartConfig(backbone, 0.5, heart.Interval(100), dense_steps=2, force_sparse=True)
+    engine = heart.Engine(config, layers=1, heads=2)
+    context = {"layer": 0, "branch": "cond", "text": texts}
+    outs = [heart.attention(q * (1 + step), k, v, context | {"step": step}, engine) for step in range(5)]
+    return engine, outs
+
+
+def test_masks_of_the_last_warm_up_step_serve_the_first_sparse_one():
+    plain, outs = steps_of(small)
+    warm, others = steps_of(heart.ExactMass(16, warm_up=True))
+    assert plain.stats()["refresh_rate"] == pytest.approx(1 / 3) and warm.stats()["refresh_rate"] == 0
+    assert torch.equal(outs[0], others[0]) and torch.equal(outs[1], others[1])  # the dense steps stay dense
+    assert not torch.equal(outs[2], others[2])
+    q, k, v = inputs(128)
+    mask = small.predict(2 * q, k, 0.5)  # what step 1 showed
+    assert torch.allclose(others[2], heart.kernels.run(heart.kernels.plan("eager", mask), 3 * q, k, v), atol=1e-5)
+
+
+def test_warm_up_with_prompts_of_two_lengths():
+    texts = [heart.masks.Text(112, 10, 6), heart.masks.Text(112, 4, 12)]
+    engine, _ = steps_of(heart.ExactMass(16, warm_up=True), texts, batch=2)
+    assert len(engine._states) == 2 and engine.stats()["refresh_rate"] == 0

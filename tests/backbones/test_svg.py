@@ -130,3 +130,18 @@ def test_in_the_engine():
         call = {"layer": 0, "step": step, "branch": "cond", "grid": GRID}
         assert heart.attention(q, k, v, call, engine).isfinite().all()
     assert engine.stats()["dense_calls"] == 0
+
+
+def test_a_mask_without_the_peak_is_still_exact():
+    """One key far above all others, outside both masks: one exponential for all masks would leave nothing."""
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(512, 16, generator=g) for _ in range(3))
+    rows, video = torch.tensor([0, 3]), Video(8, 64, None, 512)
+    backbone = heart.SVG(rows=2, reach=2)
+    seen = [backbone.profile(video, rows, temporal) for temporal in (False, True)]
+    lone = (~(seen[0] | seen[1])).all(0).nonzero()[0]
+    k[lone] = 200 * (q[0] + q[3])
+    logits = q[rows] @ k.T / 4
+    full = logits.softmax(-1) @ v
+    expected = [((logits.masked_fill(~one, -torch.inf).softmax(-1) @ v) - full).square().mean() for one in seen]
+    assert torch.allclose(backbone.errors(q, k, v, video, rows), torch.stack(expected), rtol=1e-4)

@@ -144,6 +144,11 @@ class Backbone(abc.ABC):
         return mask
 
     @property
+    def warms_up(self) -> bool:
+        """Whether it also predicts at the last dense step of the warm-up, so that the first sparse step may reuse that."""
+        return False
+
+    @property
     def learns(self) -> bool:
         """Whether `learn` wants to know what the groups of a mask gained."""
         return False

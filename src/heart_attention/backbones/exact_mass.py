@@ -7,18 +7,16 @@ exist at once, so that the present log-sum-exp costs nothing.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..kernels.ops.scores import block_scores
 from ..masks import top_p
-from .base import Shape, check_positive, pairs
+from .base import Shape, check_flag, check_positive, pairs
 from .blocks import BlockBackbone, Covered
-
-SCORE_FLOATS = 1 << 21  # scores that exist at once, unless one block row has more
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,18 @@ class ExactMass(BlockBackbone):
 
     Args:
         block: tokens of a block.
+        warm_up: also look at the last dense step of the warm-up and set the anchors there. Dense attention shows no
+            scores, so this costs a prediction more; the first sparse step then reuses its masks where drift allows.
     """
 
     block: int = 128
+    warm_up: bool = False
 
     name: ClassVar[str] = "exact"
     default_threshold: ClassVar[float] = 0.9
 
     def __post_init__(self) -> None:
+        check_flag("ExactMass", warm_up=self.warm_up)
         check_positive("ExactMass", block=self.block)
 
     @property
@@ -42,23 +44,25 @@ class ExactMass(BlockBackbone):
         """Blocks are square."""
         return self.block, self.block
 
+    @property
+    def warms_up(self) -> bool:
+        """As its setting says."""
+        return self.warm_up
+
     def prediction_work(self, shape: Shape) -> float:
         """All scores: half of dense attention."""
         return pairs(shape) / 2
 
     def examine(self, tokens: Covered, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
-        """Attention mass of each pair of blocks, fp32 [Mq, Mk]: a row sums to the queries of its block."""
-        queries, keys = tokens.of(q) / math.sqrt(q.shape[-1]), tokens.of(k)
-        step = max(1, SCORE_FLOATS // (len(keys) * self.block)) * self.block
-        return torch.cat([self._masses(queries[i : i + step] @ keys.T) for i in range(0, len(queries), step)])
+        """Attention mass of each pair of blocks, fp32 [Mq, Mk]: a row sums to the queries of its block.
+
+        XAttention's block scores at a stride of one token, where its antidiagonal sums are the logits themselves.
+        """
+        mass = torch.zeros(tokens.blocks(self.block_shape), device=q.device)
+        queries, keys = q[: tokens.n_q], k[: tokens.n_k]
+        block_scores([queries], [keys], tokens.order, 1, self.block, tokens.n_k, [mass])
+        return mass
 
     def choose(self, mass: Tensor, tau: float, head: int) -> Tensor:
         """The largest blocks until they hold the share τ of each row's mass."""
         return top_p(mass, tau, strict=True)
-
-    def _masses(self, logits: Tensor) -> Tensor:
-        """Sums of softmax(logits [rows, n]) over blocks of rows and keys."""
-        weights = torch.nn.functional.pad(logits.softmax(-1), (0, -logits.shape[1] % self.block))
-        by_key = weights.unflatten(1, (-1, self.block)).sum(-1)  # [rows, Mk]
-        by_key = torch.nn.functional.pad(by_key, (0, 0, 0, -len(by_key) % self.block))
-        return by_key.unflatten(0, (-1, self.block)).sum(1)

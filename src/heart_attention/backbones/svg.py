@@ -35,6 +35,7 @@ from .kmeans import random_tokens
 
 PROFILE_BLOCK = 128  # tokens of a block of the two masks that decide
 LARGEST_BLOCK = 256  # blocks have fewer tokens than this
+SMALLEST_SUM = 1e-20  # of weights that are 1 where a row looks most: less would be lost to rounding
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,12 @@ class SVG(Backbone):
 
     def errors(self, q: Tensor, k: Tensor, v: Tensor, video: Video, rows: Tensor) -> Tensor:
         """Mean squared error of one head's sampled outputs with the spatial and the temporal mask, fp32 [2]."""
-        logits = q[rows].float() @ k.float().T / math.sqrt(q.shape[-1])  # [rows, N]
-        full = logits.softmax(-1) @ v.float()
-        masks = (self.profile(video, rows, temporal, q.device) for temporal in (False, True))
-        outs = (logits.masked_fill(~mask, -torch.inf).softmax(-1) @ v.float() for mask in masks)
-        return torch.stack([(out - full).square().mean() for out in outs])
+        return _errors(q[rows], k, v, self.profiles(video, rows, q.device))
+
+    def profiles(self, video: Video, rows: Tensor, device: Any = None) -> Tensor:
+        """What the sampled rows see in full, in the spatial and in the temporal mask, 1 or 0, fp32 [3, rows, N]."""
+        masks = [self.profile(video, rows, temporal, device) for temporal in (False, True)]
+        return torch.stack([torch.ones_like(masks[0]), *masks]).float()
 
     def profile(self, video: Video, rows: Tensor, temporal: bool, device: Any = None) -> Tensor:
         """Which tokens the sampled rows see in the mask that stands for a kind of head, bool [rows, N].
@@ -206,8 +208,9 @@ class SVG(Backbone):
         read_heads(heads, q.shape[1])
         rows = random_tokens(min(self.max_row, video.n), min(self.rows, video.n), self.seed, layer, branch).to(q.device)
         kinds = torch.zeros(q.shape[:2], dtype=torch.int8, device=q.device)
+        seen = self.profiles(video, rows, q.device)  # the same for all heads
         for b, h in (tau < 1).nonzero().tolist():
-            kinds[b, h] = self.errors(q[b, h], k[b, h], v[b, h], video, rows).argmin()
+            kinds[b, h] = _errors(q[b, h][rows], k[b, h], v[b, h], seen).argmin()
         return kinds
 
     def _mask(self, video: Video, kinds: Tensor, tau: Tensor) -> BlockMask:
@@ -217,6 +220,21 @@ class SVG(Backbone):
         blocks, orders = torch.stack(rows).to(kinds.device), video.orders(kinds.device)
         tail, n = 0 if video.text is None else video.text.unused, orders.shape[1]
         return BlockMask(blocks, video.block(), n, n, orders, tail, kinds, text=video.text)
+
+
+def _errors(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Mean squared errors, fp32 [M], of attention with masks 1 … M against mask 0, all of `seen` [1 + M, rows, N].
+
+    One exponential serves all masks. Where a mask leaves a row so little that it would be lost to rounding, each gets
+    its own.
+    """
+    logits = q.float() @ k.float().T / math.sqrt(q.shape[-1])  # [rows, N]
+    weights = (logits - logits.amax(-1, keepdim=True)).exp_() * seen  # [1 + M, rows, N]
+    sums = weights.sum(-1, keepdim=True)
+    if bool((sums < SMALLEST_SUM).any()):
+        weights, sums = logits.masked_fill(seen == 0, -torch.inf).softmax(-1), torch.ones_like(sums)
+    out = (weights.flatten(0, 1) @ v.float()).unflatten(0, seen.shape[:2]) / sums
+    return (out[1:] - out[0]).square().mean((1, 2))
 
 
 def read_video(n_q: int, n_k: int, text: Text | None, grid: Grid | None) -> Video:

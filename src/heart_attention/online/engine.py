@@ -176,12 +176,35 @@ class Engine(Handler):
     ) -> Tensor:
         out = dense(q, k, v)
         timer.lap("dense")
+        if self._warms_up(call, q, k):
+            self._warm_up(call, q, k, v, timer)
         self._note_dense(call, timer, reason)
         return out
 
     def _note_dense(self, call: CallContext, timer: Timer, reason: str) -> None:
         step = call.step if call.step is not None else 0
         self.recorder.add(Row(call.transformer, call.layer, step, call.branch, timer, reason))
+
+    def _warms_up(self, call: CallContext, q: Tensor, k: Tensor) -> bool:
+        """Whether masks are predicted at this dense step, the last of the warm-up."""
+        if call.step is None or call.step != self.dense_steps(call).first - 1 or call.layer < self.config.dense_layers:
+            return False
+        groups = self.points.groups(call.transformer, self.points.phase(call.sigma), call.layer)
+        able = q.shape == k.shape and not (q.requires_grad and torch.is_grad_enabled())
+        return able and all(g.backbone.warms_up for g in groups) and any(min(g.tau) < 1 for g in groups)
+
+    def _warm_up(self, call: CallContext, q: Tensor, k: Tensor, v: Tensor, timer: Timer) -> None:
+        """Masks and anchors from a dense step, unless sparse attention cannot pay."""
+        texts: list[Any] = call.text or [None]
+        alike = all(text == texts[0] for text in texts)
+        for i, text in enumerate(texts[:1] if alike else texts):
+            one = call if alike else dataclasses.replace(call, item=call.item + i, text=[text])
+            item = slice(None) if alike else slice(i, i + 1)
+            request = self._request(one, q[item], k[item], v[item], timer, text)
+            state = self._state(request)
+            if not self._for_layer(request, self._cannot_pay(request, state)):
+                self._decide(request, state)
+                self._refresh(request, state)
 
     # ---------------------------------------- sparse
 
