@@ -44,7 +44,7 @@ def test_points_by_name(pipe, tiny_pipe, tmp_path):
     default = defaults.settings_for(tiny_pipe, "xattention", None, None, None, {"points": "default"})
     assert default.scale_clusters and len(default.candidate_points) == 17
     assert {(p.backbone.name, p.rest) for p in default.points} == {("xattention", "drop"), ("svg2", "mean"), ("band", "mean")}
-    blocks = {p.backbone.block for p in default.points if p.backbone.name in ("xattention", "band")}
+    blocks = {p.backbone.block for p in default.points if p.backbone.name == "xattention"}
     assert blocks == {64}  # the embedded model's own
     paper = defaults.settings_for(pipe, "svg2", ["a"], [], CALL, {"points": "paper", "method": "probes"})
     assert paper.taus == (0.85, 0.9, 0.95) and paper.backbone.name == "svg2"
