@@ -43,7 +43,11 @@ def test_short_runs_have_fewer_contexts(pipe):
 def test_points_by_name(pipe, tiny_pipe, tmp_path):
     default = defaults.settings_for(tiny_pipe, "xattention", None, None, None, {"points": "default"})
     assert default.scale_clusters and len(default.candidate_points) == 17
-    assert {(p.backbone.name, p.rest) for p in default.points} == {("xattention", "drop"), ("svg2", "mean"), ("band", "mean")}
+    assert {(p.backbone.name, p.rest) for p in default.points} == {
+        ("xattention", "drop"),
+        ("svg2", "mean"),
+        ("band", "mean"),
+    }
     blocks = {p.backbone.block for p in default.points if p.backbone.name == "xattention"}
     assert blocks == {64}  # the embedded model's own
     paper = defaults.settings_for(pipe, "svg2", ["a"], [], CALL, {"points": "paper", "method": "probes"})
