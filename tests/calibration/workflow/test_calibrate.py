@@ -65,7 +65,7 @@ def finished(pipe, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("method", ["probes", "joint"])
+@pytest.mark.parametrize("method", ["probes", pytest.param("joint", marks=pytest.mark.slow)])
 def test_killed_at_random_moments_the_file_is_the_same(tmp_path, method):
     done = subprocess.run(
         [sys.executable, str(HERE / "killed_runs.py"), str(tmp_path), method, "5"],

@@ -27,6 +27,7 @@ def bench(tiny_pipe, small_call, tmp_path_factory):
                            setting, Path(out), methods.sort_calibrations([paper_calibration(out / "c.heart.json")]))  # fmt: skip
 
 
+@pytest.mark.slow  # components are run by `make test`: the same way through the bench
 def test_policy_table(bench):
     table = ablations.policy(bench)
     names = [e["method"] for e in table["summary"]]

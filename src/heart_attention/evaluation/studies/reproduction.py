@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,12 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _paragraphs(found: dict[str, dict]) -> list[str]:
-    return [f"**{name}.** {finding['finding']}\n" for name, finding in found.items()]
+    return [_wrapped(f"**{name}.** {finding['finding']}") for name, finding in found.items()]
+
+
+def _wrapped(text: str) -> str:
+    """A paragraph in lines that an editor shows whole."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _ablations(folder: Path) -> list[str]:
@@ -74,7 +80,7 @@ def _ablations(folder: Path) -> list[str]:
         table, finding = folder / f"{name}.md", folder / f"{name}.finding.txt"
         if table.is_file():
             lines += [f"### {name}\n", table.read_text(), f"`heart ablate {name}`\n"]
-            lines += [finding.read_text() + "\n"] if finding.is_file() else []
+            lines += [_wrapped(finding.read_text())] if finding.is_file() else []
     return lines
 
 
