@@ -1,13 +1,15 @@
 #!/bin/sh
 # Runs the quick tests on every Python we promise, with the oldest and the newest torch and diffusers: make compat
 # Python versions that are not here are told and left out; PYTHONS="3.12" asks for some only. Environments stay in
-# COMPAT_DIR (default: .compat) and are used again.
+# COMPAT_DIR (default: .compat) and are used again. OLDEST and NEWEST may name other versions, e.g. where only some builds of
+# torch can be had: OLDEST="torch==2.13.0 diffusers==0.36.* transformers==4.49.* numpy==1.26.*" make compat
 set -u
 cd "$(dirname "$0")/.." || exit 1
 PYTHONS=${PYTHONS:-"3.11 3.12 3.13 3.14"}
 DIR=${COMPAT_DIR:-.compat}
 TESTS=${TESTS:-"tests/test_config.py tests/test_api.py tests/online tests/masks tests/models/test_attachment.py tests/fuzz"}
-OLDEST="torch==2.5.* diffusers==0.36.* transformers==4.49.* numpy==1.26.*"
+OLDEST=${OLDEST:-"torch==2.5.* diffusers==0.36.* transformers==4.49.* numpy==1.26.*"}
+NEWEST=${NEWEST:-"torch diffusers transformers"}
 failed=0
 
 # run NAME PYTHON REQUIREMENTS...: an environment with these, and the tests in it
@@ -40,6 +42,7 @@ for version in $PYTHONS; do
     fi
     # shellcheck disable=SC2086
     run "$version-oldest" "$python" $OLDEST
-    run "$version-newest" "$python" torch diffusers transformers
+    # shellcheck disable=SC2086
+    run "$version-newest" "$python" $NEWEST
 done
 exit $failed
