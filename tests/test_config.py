@@ -33,7 +33,7 @@ def model(name, cls=None, **config):
 # ---------------------------------------------------------------- presets: the paper's values
 
 
-@pytest.mark.parametrize("name", [k for k in PRESETS if not k.startswith("tiny")])
+@pytest.mark.parametrize("name", [k for k in PRESETS if k.endswith(("-xattention", "-svg2")) and "tiny" not in k])
 def test_presets_have_the_papers_values(name):
     p = PRESETS[name]
     c = p.config
@@ -53,6 +53,16 @@ def test_presets_have_the_papers_values(name):
     size = (720, 480, 129) if name.startswith("hunyuan") else (1280, 720, 81) if "720p" in name else (832, 480, 81)
     assert (p.width, p.height, p.frames) == size
     assert bool(p.ours) == (name.startswith("wan2.2") or name == "hunyuanvideo-13b-xattention")
+
+
+def test_presets_of_other_backbones_are_their_authors():
+    """Warm-up and dense layers as the originals ship them, at 50 steps."""
+    settings = {name: (p.config.thresholds, p.config.dense_steps, p.config.dense_layers) for name, p in PRESETS.items()}
+    assert settings["wan2.1-1.3b-480p-svg"] == (0.3, 10, 0) and settings["wan2.1-14b-svg"] == (0.3, 10, 1)
+    assert settings["hunyuanvideo-13b-svg"] == (0.25, 5, 1) and settings["hunyuanvideo-13b-radial"] == (0.5, 12, 0)
+    assert settings["wan2.1-14b-radial"] == (0.5, 12, 1) and settings["wan2.1-14b-lite"][0] == 1 - 2.0**-10
+    assert settings["wan2.1-14b-sparge"][0] == 0.98
+    assert all(p.ours for name, p in PRESETS.items() if name.rsplit("-", 1)[1] not in ("xattention", "svg2"))
 
 
 def test_every_model_has_both_backbones():

@@ -75,10 +75,30 @@ def _presets() -> dict[str, Preset]:
     )
     table = {}
     for name, model, configs, size in rows:
-        for config in configs:
+        for config in (*configs, *_by_authors(model)):
             kind = config.backbone.name
-            table[f"{name}-{kind}"] = Preset(config.replace(model=model), *size, ours=_OURS.get((model, kind), ""))
+            paper = kind in ("xattention", "svg2")
+            ours = _OURS.get((model, kind), "" if paper else "δ, and on the embedded model what fits its size")
+            table[f"{name}-{kind}"] = Preset(config.replace(model=model), *size, ours=ours)
     return table
+
+
+def _by_authors(model: str) -> tuple[HeartConfig, ...]:
+    """Other backbones on large models as their authors run them at 50 steps; δ is ours.
+
+    SVG keeps the first 20 % of steps dense on Wan, 10 % on HunyuanVideo, and 3 % of layers; Radial twelve steps, and on
+    Wan a layer. Sparge and Lite have one setting for all models.
+    """
+    if model == "tiny":
+        return ()
+    reuse, wan = TMR(relative=UNKNOWN_RELATIVE), model.startswith("wan")
+    layers = int(0.03 * MODELS[model].layers)
+    return (
+        HeartConfig(Sparge(), 0.98, reuse),
+        HeartConfig(SVG(), 0.3 if wan else 0.25, reuse, dense_steps=10 if wan else 5, dense_layers=layers),
+        HeartConfig(Radial(), 0.5, reuse, dense_steps=12, dense_layers=1 if wan else 0),
+        HeartConfig(Lite(), 1 - 2.0**-10, reuse),
+    )
 
 
 def _fitted_to_tiny() -> tuple[HeartConfig, ...]:

@@ -64,9 +64,17 @@ def kind_of(calibration: Any) -> str:
         and settings.get("strata") == "paper"
         and settings.get("mean") == "plain"
         and calibration.candidates is not None
-        and tuple(calibration.candidates) == PAPER_CANDIDATES
+        and tuple(calibration.candidates) == _paper_candidates(calibration)
     )
     return "paper" if as_in_paper else "joint"
+
+
+def _paper_candidates(calibration: Any) -> tuple[float, ...]:
+    """What the paper's protocol chooses from with this calibration's backbone."""
+    from .. import backbones
+    from ..calibration.workflow.settings import paper_candidates
+
+    return paper_candidates(backbones.find(calibration.backbone["name"]), calibration.settings.get("shared", 0.9))
 
 
 def sort_calibrations(paths: Iterable[str]) -> dict[tuple[str, str], list[str]]:

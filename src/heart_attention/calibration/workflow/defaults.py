@@ -16,7 +16,7 @@ from ...presets import identify, preset
 from .. import experts
 from ..measure import velocity_error
 from ..points import read_points
-from .settings import PAPER_CANDIDATES, Settings, default_of
+from .settings import Settings, default_of, paper_candidates
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 POINTS = Path(__file__).with_name("points.json")
@@ -54,6 +54,7 @@ def _of_preset(pipe: Any, backbone: Backbone | str) -> dict[str, Any]:
     if isinstance(backbone, str):
         config = preset(backbone, pipe)
         whole = {"backbone": config.backbone, "scale_clusters": config.scale_clusters}
+        whole |= {"shared": config.thresholds} if isinstance(config.thresholds, float) else {}
     else:
         config = preset(backbone.name, pipe)
         whole = {"backbone": backbone, "scale_clusters": False}
@@ -70,7 +71,7 @@ def _points(pipe: Any, values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(given, str | os.PathLike):
         return {}
     if given == "paper":
-        return {"points": None, "candidates": PAPER_CANDIDATES}
+        return {"points": None, "candidates": paper_candidates(values["backbone"], values.get("shared") or 0.9)}
     if given == "default":  # cluster counts there are meant for 32,760 tokens
         return {"points": default_points(pipe), "scale_clusters": True}
     return {"points": read_points(given, lambda name: preset(name, pipe).backbone), "scale_clusters": False}

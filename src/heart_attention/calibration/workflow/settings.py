@@ -25,6 +25,18 @@ PAPER_CANDIDATES = (0.85, 0.9, 0.95)
 CANDIDATES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)  # what backbones try unless they say otherwise
 
 
+def paper_candidates(backbone: Any, shared: float) -> tuple[float, ...]:
+    """The paper's three thresholds; where τ = 0.9 is not a backbone's default, the shared one and its neighbours.
+
+    The neighbours are those among the backbone's own candidates, as 0.85 and 0.95 are of 0.9.
+    """
+    if backbone.default_threshold == PAPER_CANDIDATES[1]:
+        return PAPER_CANDIDATES
+    below = [t for t in backbone.candidates if t < shared][-1:]
+    above = [t for t in backbone.candidates if t > shared][:1]
+    return (*below, float(shared), *above)
+
+
 @dataclass(frozen=True)
 class Option:
     """How the command line sets a field of `Settings`.
@@ -76,7 +88,8 @@ class Settings:
         prompts: texts of the calibration prompts; `held_out`: of prompts used for nothing but verification.
         call: what the pipeline is called with: height, width, num_frames, num_inference_steps, guidance_scale ...
         method: "joint", "isolated" or "probes".
-        candidates: thresholds to choose from; None: the paper's three for probes, the backbone's own for the others.
+        candidates: thresholds to choose from; None: the paper's three for probes (see `paper_candidates`), the backbone's
+            own for the others.
         rest: what becomes of what masks leave out: "drop", "mean", or PISA's "first-order", which has no gradients. None:
             "mean" for backbones whose original approximates it.
         points: operating points to choose from, in place of backbone, candidates, rest and order.
@@ -215,7 +228,7 @@ class Settings:
         if not self.prompts:
             raise HeartError("there are no prompts to calibrate on: give at least one")
         probes = self.method == "probes"
-        usual = f"shared={self.backbone.default_threshold!r}"
+        usual = f"shared={self.backbone.default_threshold if self.shared is None else self.shared!r}"
         self._put("budget", Budget.parse(usual if self.budget is None else self.budget))
         self._put("rest", self.rest or ("drop" if self.backbone.default_rest == "drop" else "mean"))
         self._put("shared", self._shared())
@@ -251,7 +264,8 @@ class Settings:
         return float(shared)
 
     def _candidates(self) -> tuple[float, ...]:
-        given = self.candidates or (PAPER_CANDIDATES if self.method == "probes" else self.backbone.candidates)
+        paper = self.method == "probes"
+        given = self.candidates or (paper_candidates(self.backbone, self.shared) if paper else self.backbone.candidates)
         taus = tuple(sorted({*(float(t) for t in given), self.shared}))
         if not all(0 < t <= 1 for t in taus):
             raise HeartError(f"candidate thresholds lie in 0 … 1, not {taus}")
