@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test test-all compat lint bench reproduce gpu-evidence docs front-page tiny clean
+.PHONY: demo frontier test test-all compat lint bench reproduce gpu-evidence docs front-page tiny clean
 
 # torch comes first and alone: with it in place nothing later asks for another build of it.
 $(STAMP): pyproject.toml constraints.txt

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeartError
+from . import choices
 from .file import Calibration
 
 SHADES = " ░▒▓█"  # low threshold (sparse) … high (nearly dense), where there is no colour
@@ -241,6 +242,8 @@ def picture(calibration: Calibration, path: str | os.PathLike, matplotlib: bool 
     if path.suffix.lower() != ".png":
         raise HeartError(f"the picture's name is {path.name!r}: it must end in .png")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if not calibration.simple:
+        return choices.picture(calibration, path)
     if matplotlib is None:
         import importlib.util
 

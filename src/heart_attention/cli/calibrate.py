@@ -33,6 +33,7 @@ def register(commands) -> None:
     show = add_command(commands, "show", "what is in a calibration; import and export of thresholds", run_show)
     show.add_argument("file", metavar=f"F{SUFFIX}", nargs="?")
     show.add_argument("--png", metavar="F.png", help="write the picture of heads and thresholds")
+    show.add_argument("--choices", action="store_true", help="print how many heads took which point, as Markdown")
     show.add_argument("--ranks", metavar="N", type=int, help="how evenly N GPUs share the heads, in order and by cost")
     show.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     show.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -191,6 +192,11 @@ def run_show(args: argparse.Namespace) -> int:
         show.picture(made, args.png)
     if args.export:
         return _export(args, made)
+    if args.choices:
+        from ..calibration import choices
+
+        print(json.dumps(choices.choices(made), indent=1) if args.json else choices.markdown(made), end="")
+        return 0
     more: dict[str, Any] = {"picture": args.png} if args.png else {}
     if args.ranks is not None:
         more["balance"] = _balance(made, args.ranks, args.json)

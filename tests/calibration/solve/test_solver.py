@@ -321,3 +321,24 @@ def test_many_phases_and_points_are_proved_quickly():
 def test_bad_times_and_shares_are_refused(more, words):
     with pytest.raises(HeartError, match=words):
         solver.solve([[1.0, 2.0]], [[0.1, 0.2]], **more)
+
+
+@pytest.mark.parametrize("shares", [None, (12, 11, 11, 11)])
+def test_tables_on_a_grid_are_proved_too(shares):
+    """Powers of ten and two decimals: thousands of heads tie, and whole sums decide."""
+    rng = np.random.default_rng(3)
+    S = (1 - np.linspace(0.6, 0.98, 12)) ** (0.3 + 0.4 * rng.random((800, 1)))
+    E, S = 10.0 ** np.round(np.log10(rng.lognormal(-16, 2, (800, 1)) * S**2)), np.round(S, 2)
+    weights = None if shares is None else np.repeat(np.array(shares, float), 200)
+    result = solver.solve(E, S, min_sparsity=0.4321 * S.max(1).mean() / 0.6, shares=weights)
+    assert result.proven and result.gap <= 1e-14 * result.objective
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(2, 5))
+def test_whole_gains_give_what_brute_force_gives(seed, heads, candidates):
+    rng = np.random.default_rng(seed)
+    E, S = rng.integers(0, 5, (heads, candidates)) * 1e-8, rng.integers(0, 21, (heads, candidates)) / 20
+    need = float(rng.uniform(S.min(1).mean(), S.max(1).mean()))
+    result = solver.solve(E, S, min_sparsity=need)
+    assert result.proven and result.objective == pytest.approx(brute_force(E, S, heads * (need - 1e-9)), abs=1e-20)

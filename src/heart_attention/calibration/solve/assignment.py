@@ -16,49 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .problem import Problem, make_problem, moves
+from .sums import exchange_four, through_sums
+
+__all__ = ["Problem", "exact", "lagrangian", "make_problem", "rounding", "start"]
+
 _WORK = (300_000, 5_000_000)  # states that the Pareto DP may look at, one attempt after the other: 0.1 s, 3 s
-
-
-@dataclass(frozen=True)
-class Problem:
-    """min Σ cost, Σ gain ≥ need. Costs are relative to each head's least: no outlier drowns the others."""
-
-    cost: np.ndarray  # [n, K] ≥ 0, inf where the candidate is ruled out
-    gain: np.ndarray  # [n, K]
-    need: float
-
-    def total_cost(self, x: np.ndarray) -> float:
-        """Σ cost of a choice, correctly rounded."""
-        return math.fsum(self.cost[np.arange(len(x)), x].tolist())
-
-    def total_gain(self, x: np.ndarray) -> float:
-        """Σ gain of a choice, correctly rounded."""
-        return math.fsum(self.gain[np.arange(len(x)), x].tolist())
-
-    def totals(self, x: np.ndarray) -> tuple[float, float]:
-        """Both sums."""
-        return self.total_cost(x), self.total_gain(x)
-
-    def feasible(self, x: np.ndarray) -> bool:
-        """Whether a choice keeps the budget."""
-        return self.total_gain(x) >= self.need
-
-
-def make_problem(E: np.ndarray, gain: np.ndarray, need: float) -> Problem:
-    """The problem without dominated candidates, costs relative to each head's least."""
-    cost = E - E.min(1, keepdims=True)
-    return Problem(np.where(_dominated(cost, gain), np.inf, cost), gain, need)
-
-
-def _dominated(cost: np.ndarray, gain: np.ndarray) -> np.ndarray:
-    """bool [n, K]: another candidate of the head costs no more and gains no less (of equals one stays)."""
-    index = np.broadcast_to(np.arange(cost.shape[1]), cost.shape)
-    order = np.lexsort((index, -gain, cost), axis=1)
-    sorted_gain = np.take_along_axis(gain, order, 1)
-    best_before = np.maximum.accumulate(sorted_gain, 1)[:, :-1]
-    out = np.zeros(cost.shape, bool)
-    np.put_along_axis(out, order[:, 1:], sorted_gain[:, 1:] <= best_before, 1)
-    return out
 
 
 def start(problem: Problem) -> tuple[np.ndarray, float]:
@@ -81,7 +44,11 @@ def exact(problem: Problem) -> tuple[np.ndarray, float, bool]:
         if gap <= slack:
             return x, slack, True
         if work > _WORK[0] and gap <= 1e-9 * cost:  # as good as closed, and the rest is a matter of subset sums
-            break
+            x = exchange_four(problem, x, r, price, lower + slack)
+            return x, max(problem.total_cost(x) - lower, slack), problem.total_cost(x) - lower <= slack
+        x, complete = through_sums(problem, x, r, price, gap + slack)
+        if complete:
+            return x, slack, True
         x, complete = _pareto(problem, x, r, price, gap + slack, work)
         if complete:
             return x, slack, True
@@ -142,25 +109,13 @@ def rounding(problem: Problem, price: float) -> float:
     return 4 * float(np.finfo(np.float64).eps) * size
 
 
-def _moves(problem: Problem, x: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, ...]:
-    """All changes of one head among the kept candidates: head, candidate, Δcost, Δgain."""
-    head, candidate = np.nonzero(keep & (np.arange(keep.shape[1]) != x[:, None]))
-    now = x[head]
-    return (
-        head,
-        candidate,
-        problem.cost[head, candidate] - problem.cost[head, now],
-        problem.gain[head, candidate] - problem.gain[head, now],
-    )
-
-
 def _exchange(problem: Problem, x: np.ndarray, r: np.ndarray, price: float, work: int = 1_000_000) -> np.ndarray:
     """Improve a within-budget choice by changing one head, or two at once, while that helps."""
     x = x.copy()
     while work > 0:
         spare = problem.total_gain(x) - problem.need
         limit = math.fsum(r[np.arange(len(x)), x]) + price * spare  # what is left to win at this price
-        head, candidate, cost, gain = _moves(problem, x, r <= limit)
+        head, candidate, cost, gain = moves(problem, x, r <= limit)
         work -= len(head) + len(x)
         picked = _best_one(cost, gain, spare)
         pair = _best_two(head, cost, gain, spare)
