@@ -53,6 +53,8 @@ def test_points_by_name(pipe, tiny_pipe, tmp_path):
     paper = defaults.settings_for(pipe, "svg2", ["a"], [], CALL, {"points": "paper", "method": "probes"})
     assert paper.taus == (0.85, 0.9, 0.95) and paper.backbone.name == "svg2"
     assert (paper.strata, paper.mean, paper.realised) == ("paper", "plain", False)
+    plain = defaults.settings_for(pipe, "svg2", ["a"], [], CALL, {"method": "probes"})
+    assert plain.planned() == paper.planned()  # the same plan, so the same assignments to the last bit
     (tmp_path / "p.json").write_text('[{"backbone": "svg2", "threshold": [0.5, 0.6], "rest": "mean"}]')
     mine = defaults.settings_for(pipe, "xattention", ["a"], [], CALL, {"points": str(tmp_path / "p.json")})
     assert mine.taus == (0.5, 0.6) and mine.reference == 1
