@@ -11,7 +11,8 @@ from ..errors import HeartError
 
 log = logging.getLogger(__name__)
 
-TINY = ("tiny", "tiny-random")  # the embedded model, and its architecture with random weights as the control
+# The embedded model, its few-step student, and its architecture with random weights as the control.
+TINY = ("tiny", "tiny-student", "tiny-random")
 DTYPES = ("float32", "bfloat16", "float16")
 # Frames a second that models were trained at, by the beginning of their transformer's class name.
 FRAME_RATES = {
@@ -50,7 +51,8 @@ def load(model: str = "tiny", dtype: str | None = None, device: str | None = Non
     if model in TINY:
         from .. import tiny
 
-        pipe = tiny.load(kind) if model == "tiny" else tiny.load_random(dtype=kind)
+        name = "student" if model == "tiny-student" else "model"
+        pipe = tiny.load_random(dtype=kind) if model == "tiny-random" else tiny.load(name, kind)
     else:
         pipe = _from_pretrained(model, kind)
     pipe.set_progress_bar_config(disable=True)
@@ -113,12 +115,13 @@ def _bytes(pipe: Any) -> int:
 
 
 def name_of(pipe: Any) -> str:
-    """What a pipeline was loaded from; "tiny" for the embedded model."""
+    """What a pipeline was loaded from; "tiny" for the embedded model, "tiny-student" for its student."""
     from .. import tiny
 
     source = str(getattr(getattr(pipe, "config", None), "_name_or_path", "") or "")
-    if source == tiny.path():
-        return "tiny"
+    embedded = {tiny.path(): "tiny", tiny.path("student"): "tiny-student"}
+    if source in embedded:
+        return embedded[source]
     return source or type(pipe).__name__
 
 
@@ -170,7 +173,9 @@ def _native(model: str, pipe: Any, quick: bool) -> dict[str, Any]:
     if model in TINY:
         from .. import tiny
 
-        return dict(tiny.QUICK if quick else tiny.NATIVE)
+        call = tiny.QUICK if quick else tiny.NATIVE
+        few = {key: tiny.FEW_STEPS[key] for key in ("num_inference_steps", "guidance_scale")}
+        return {**call, **few} if model == "tiny-student" else dict(call)
     from ..presets import PRESETS, identify
 
     name = identify(pipe.transformer, two=getattr(pipe, "transformer_2", None) is not None)

@@ -105,9 +105,10 @@ def default_prompts(tiny: bool) -> tuple[list[str], list[str]]:
 
 def default_call(pipe: Any) -> dict[str, Any]:
     """The arguments of a call at the model's own size."""
-    from ...evaluation.pipelines import call_arguments
+    from ...evaluation.pipelines import call_arguments, name_of
 
-    return call_arguments("tiny" if identify(pipe.transformer) == "tiny" else "", pipe)
+    name = "" if identify(pipe.transformer) != "tiny" else "tiny-student" if name_of(pipe) == "tiny-student" else "tiny"
+    return call_arguments(name, pipe)
 
 
 def read_order(given: Any) -> Any:
