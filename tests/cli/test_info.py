@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heart_attention import __version__, kernels
-from heart_attention.cli import info
+from heart_attention.cli import info, main
 
 
 @pytest.fixture
@@ -48,3 +48,13 @@ def test_without_compiler_it_says_why(parser, capsys, monkeypatch):
     assert "not built: HEART_NO_COMPILER is set" in text
     cpu = next(line for line in text.splitlines() if line.strip().startswith("cpu "))
     assert "HEART_NO_COMPILER" in cpu
+
+
+def test_presets_say_what_is_not_the_papers(capsys):
+    assert main.main(["info", "--presets"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["wan2.1-1.3b-480p-xattention"] == "832x480, 81 frames: the paper's values"
+    assert "δ, which the paper does not state" in lines["hunyuanvideo-13b-xattention"]
+    assert "not the paper's" not in lines["hunyuanvideo-13b-svg2"]
+    assert main.main(["info", "--presets", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tiny-svg2"]["config"]["scale_clusters"]

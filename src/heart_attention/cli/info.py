@@ -20,6 +20,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--gpu", metavar="sm_90", help="which kernel would serve on that GPU generation; it need not be here"
     )
+    parser.add_argument("--presets", action="store_true", help="the presets, and what in them is not the paper's")
     add_json(parser, "it")
 
 
@@ -27,9 +28,37 @@ def run(args: argparse.Namespace) -> int:
     """Print it."""
     if args.gpu:
         return print_gpu(args.gpu, args.json)
+    if args.presets:
+        print(json.dumps(presets(), indent=1) if args.json else render_presets())
+        return 0
     facts = collect()
     print(json.dumps(facts, indent=1) if args.json else render(facts))
     return 0
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Every preset: size, config, and what in it is ours."""
+    from ..presets import PRESETS
+
+    return {
+        name: {
+            "size": f"{p.width}x{p.height}, {p.frames} frames",
+            "steps": p.steps,
+            "ours": p.ours,
+            "config": p.config.to_dict(),
+        }
+        for name, p in PRESETS.items()
+    }
+
+
+def render_presets() -> str:
+    """A line a preset."""
+    listed = presets()
+    width = max(map(len, listed))
+    return "\n".join(
+        f"{name:<{width}}  {p['size']}: " + (f"not the paper's: {p['ours']}" if p["ours"] else "the paper's values")
+        for name, p in listed.items()
+    )
 
 
 def collect() -> dict[str, Any]:

@@ -11,12 +11,19 @@ from heart_attention.evaluation import methods, run
 from heart_attention.evaluation.studies import ablations
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 1.0])
-def test_matched_policies_refresh_as_often(rate):
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0])
+def test_matched_policies_are_the_nearest_there_are(rate):
+    """By the policies' own decisions, step by step: no other interval and no other warm-up comes nearer."""
     interval, warmup = ablations.matched_policies(rate, steps=45, dense_steps=5)
-    share_interval = len(range(5, 45, interval.n)) / 40
-    share_warmup = (warmup.n - 5) / 40
-    assert share_warmup == pytest.approx(rate, abs=0.02) and share_interval == pytest.approx(rate, abs=0.2)
+
+    def of_interval(n):
+        return sum((step - 5) % n == 0 for step in range(5, 45)) / 40
+
+    def of_warmup(n):
+        return sum(step < n for step in range(5, 45)) / 40
+
+    assert abs(of_interval(interval.n) - rate) == min(abs(of_interval(n) - rate) for n in range(1, 41))
+    assert abs(of_warmup(warmup.n) - rate) == min(abs(of_warmup(n) - rate) for n in range(6, 46))
 
 
 @pytest.fixture(scope="module")
