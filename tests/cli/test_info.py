@@ -57,4 +57,4 @@ def test_presets_say_what_is_not_the_papers(capsys):
     assert "δ, which the paper does not state" in lines["hunyuanvideo-13b-xattention"]
     assert "not the paper's" not in lines["hunyuanvideo-13b-svg2"]
     assert main.main(["info", "--presets", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tiny-svg2"]["config"]["scale_clusters"]
+    assert json.loads(capsys.readouterr().out)["tiny-svg2"]["config"]["_data"]["scale_clusters"]

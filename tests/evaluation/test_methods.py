@@ -114,3 +114,21 @@ def test_a_budget_out_of_reach_names_what_is_reachable(tiny_pipe, tmp_path):
     ) as told:
         methods.build("heart@0.12", tiny_pipe, "tiny", files)
     methods.build(f"heart@{str(told.value).rsplit(' ', 1)[1]}", tiny_pipe, "tiny", files)
+
+
+def test_every_row_that_is_run_unless_told_ships_with_its_calibration():
+    methods.check(methods.DEFAULT, {}, "tiny")
+    methods.check(methods.FULL, {}, "tiny")
+    methods.check(methods.shipped_rows(), {}, "tiny")
+    assert methods.shipped_rows()[:5] == methods.DEMO
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*-paper.heart.json")), ids=lambda p: p.name)
+def test_shipped_calibrations_by_the_papers_protocol_are_what_they_say(path, tiny_pipe):
+    made = Calibration.load(path)
+    assert methods.kind_of(made) == "paper" and made.shipped and made.method == "probes"
+    assert made.solver["proven"] and made.solver["sparsity"] >= made.solver["budget"]["min_sparsity"]
+    shared, chosen = (made.verification["held_out"][side] for side in ("shared", "chosen"))
+    assert chosen["error"] < shared["error"] and abs(chosen["sparsity"] - shared["sparsity"]) < 0.02
+    row = methods.build(f"{made.backbone['name']}+heart", tiny_pipe, "tiny")
+    assert row.config.thresholds.method == "probes"

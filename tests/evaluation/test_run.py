@@ -93,6 +93,22 @@ def test_what_is_damaged_is_made_anew(finished, tiny_pipe, damage):
     assert len(video.read(out / again["rows"][1]["lossless"])) == setting.call["num_frames"]
 
 
+def test_what_was_timed_on_a_busy_machine_is_made_again_when_asked(finished, tiny_pipe, monkeypatch):
+    out, chosen, setting, made = finished
+    made_again: list[str] = []
+    original = generation.generate
+    monkeypatch.setattr(
+        generation, "generate", lambda p, m, *a, **k: made_again.append(m.name) or original(p, m, *a, **k)
+    )
+    doubts = iter(["busy"] * 3)  # of the three records that are looked at; then of the new ones none
+    monkeypatch.setattr(run.timing, "verdict", lambda rows: next(doubts, ""))
+    again = run.run(tiny_pipe, chosen, [PROMPT], [0], setting, out, warm=False, retime=True)
+    assert made_again == [m.name for m in chosen]
+    assert [r["psnr"] for r in again["rows"]] == [r["psnr"] for r in made["rows"]]
+    run.run(tiny_pipe, chosen, [PROMPT], [0], setting, out, retime=True)
+    assert len(made_again) == 3
+
+
 def test_what_changes_a_generation_changes_its_record(finished, tiny_pipe):
     _, chosen, setting, _ = finished
     weights = run.fingerprint(tiny_pipe)

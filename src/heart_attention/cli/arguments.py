@@ -90,6 +90,24 @@ def announce_compile(args: argparse.Namespace) -> None:
         logging.getLogger("heart_attention.models.regional_compile").setLevel(logging.INFO)
 
 
+def add_retime(parser: Any) -> None:
+    """Times again."""
+    parser.add_argument(
+        "--retime", action="store_true", help="generate again what was timed on a busy machine; the rest is kept"
+    )
+
+
+def add_docs(parser: Any) -> None:
+    """A page to fill."""
+    parser.add_argument("--docs", metavar="PAGE.md", help="also fill that page (docs/reproduction.md of a checkout)")
+
+
+def check_docs(args: argparse.Namespace) -> None:
+    """The page must be there before the work begins."""
+    if args.docs and not Path(args.docs).is_file():
+        raise HeartError(f"there is no page {args.docs!r} to fill: give docs/reproduction.md of a checkout")
+
+
 def add_json(parser: Any, what: str = "the result") -> None:
     """Output for machines."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")

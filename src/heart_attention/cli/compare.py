@@ -13,8 +13,10 @@ from .arguments import (
     add_command,
     add_compile,
     add_device,
+    add_docs,
     add_json,
     add_model,
+    add_retime,
     add_size,
     announce_compile,
     check_folder,
@@ -44,6 +46,8 @@ def register(commands) -> None:
         help="for +ebc and +heart (made with --method probes) or +joint; may be repeated",
     )  # fmt: skip
     one.add_argument("--force-sparse", action="store_true", help="all methods sparse even where dense would be quicker")
+    add_retime(one)
+    add_docs(one)
     one.add_argument("--judges", metavar="DIR", help="also lay out videos for VBench and VisionReward there")
     one.add_argument("--scores", metavar="DIR", help="take the judges' JSON from there into results and table")
 
@@ -109,6 +113,7 @@ def run_compare(args: argparse.Namespace) -> int:
             pipe, wanted, prompts, args.out, seeds=seeds, call=call, metrics=names, calibrations=args.calibration,
             force_sparse=args.force_sparse, model=args.model, compile_blocks=args.compile,
             progress=progress, cluster=cluster,
+            retime=args.retime,
         )  # fmt: skip
     lines = _lay_out(made, args) if args.judges else []
     if args.scores:
@@ -132,6 +137,10 @@ def show(made: dict, args: argparse.Namespace, lines: list[str]) -> None:
     from ..evaluation import tables, timing
 
     summary = tables.write_tables(made, args.out)
+    if args.docs:
+        from ..evaluation.studies import reproduction
+
+        reproduction.fill(args.docs, compared=args.out)
     if args.json:
         print(json.dumps(tables.finite(summary), indent=1))
         return

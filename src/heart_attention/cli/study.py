@@ -13,6 +13,9 @@ from .arguments import (
     add_cluster,
     add_command,
     add_device,
+    add_docs,
+    add_retime,
+    check_docs,
     check_folder,
     check_generation,
     cluster_of,
@@ -39,7 +42,8 @@ def register(commands) -> None:
     ablate.add_argument(
         "--objectives", metavar="NAME=FILE,…", help="calibrations for the objective table (default: it makes its own)"
     )
-    _add_docs(ablate)
+    add_retime(ablate)
+    add_docs(ablate)
 
     study = add_command(commands, "study", "the paper's observations, with a random-weight control", run_study)
     study.add_argument("which", choices=[*STUDIES, "all"], help="which study")
@@ -51,19 +55,14 @@ def register(commands) -> None:
         "--control", action=argparse.BooleanOptionalAction, default=None,
         help="also with random weights (default: for the embedded model; a large one would have to be held twice)",
     )  # fmt: skip
-    _add_docs(study)
-
-
-def _add_docs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--docs", metavar="PAGE.md", help="also fill that page (docs/reproduction.md of a checkout)")
+    add_docs(study)
 
 
 def _check(args: argparse.Namespace) -> None:
     """What can be told before the work is told then."""
     check_generation(args)
     check_folder(args.out, "--out")
-    if args.docs and not Path(args.docs).is_file():
-        raise HeartError(f"there is no page {args.docs!r} to fill: give docs/reproduction.md of a checkout")
+    check_docs(args)
 
 
 def run_ablate(args: argparse.Namespace) -> int:
@@ -85,7 +84,17 @@ def run_ablate(args: argparse.Namespace) -> int:
     setting = run.Setting(args.model, call, metrics.defaults(), pipelines.frame_rate(pipe))
     with Steps() as progress:
         bench = ablations.Bench(
-            pipe, args.model, args.backbone, prompts, seeds, setting, Path(args.out), calibrations, progress, cluster
+            pipe,
+            args.model,
+            args.backbone,
+            prompts,
+            seeds,
+            setting,
+            Path(args.out),
+            calibrations,
+            progress,
+            cluster,
+            args.retime,
         )
         runs = ablations.tables_of(bench, deltas, objectives)
         made = {name: runs[name]() for name in wanted}

@@ -30,6 +30,7 @@ def compare(
     compile_blocks: bool = False,
     progress: Callable[[str, int], Any] | None = None,
     cluster: Cluster | None = None,
+    retime: bool = False,
 ) -> dict[str, Any]:
     """Run methods on prompts and seeds, measure them against dense attention, and write results and tables.
 
@@ -49,6 +50,7 @@ def compare(
         compile_blocks: the transformer's repeated blocks are compiled around attention, for dense too.
         progress: called as `progress(method, steps)` while generations go on.
         cluster: Ray cluster that (prompt, seed) pairs are spread over, `cases.Cluster("auto", loader)`; None: here.
+        retime: what was timed on a busy machine is generated again.
 
     Returns:
         What `results.json` holds: schema, provenance, conventions of the metrics, one row a generation.
@@ -58,7 +60,9 @@ def compare(
         model=model, fps=fps, in_turns=in_turns, compile_blocks=compile_blocks,
     )  # fmt: skip
     with cases.opened(cluster) as executor:
-        made = run(pipe, plan.methods, plan.prompts, list(seeds), plan.setting, out, progress, executor=executor)
+        made = run(
+            pipe, plan.methods, plan.prompts, list(seeds), plan.setting, out, progress, executor=executor, retime=retime
+        )
     tables.write_tables(made, out)
     return made
 

@@ -19,7 +19,7 @@ from .. import __version__
 from ..errors import HeartError
 from ..execution.executor import Executor
 from ..files import read_json, write_atomic, write_json
-from . import cases, metrics, results, video
+from . import cases, metrics, results, timing, video
 from .cases import Case, Progress
 from .generation import Setting, generate, takes_turns
 from .methods import DENSE, Method
@@ -109,10 +109,12 @@ def run(
     progress: Progress | None = None,
     warm: bool = True,
     executor: Executor[Case] | None = None,
+    retime: bool = False,
 ) -> dict:
     """All generations, case by case, dense first; finished ones are taken from `out`.
 
-    `executor` has cases run elsewhere (`cases.opened`); None: here, on `pipe`.
+    `executor` has cases run elsewhere (`cases.opened`); None: here, on `pipe`. With `retime`, cases whose times cannot be
+    trusted are generated again.
     """
     if not methods or methods[0].name != DENSE:
         raise HeartError(
@@ -120,7 +122,7 @@ def run(
         )
     folder, began = Folder(out), time.perf_counter()
     whole = cases_of(pipe, methods, prompts, seeds, setting, warm)
-    left = [case for case in (_missing(case, folder) for case in whole) if case.wanted]
+    left = [case for case in (_missing(case, folder, retime) for case in whole) if case.wanted]
     _report_known(whole, left, setting, progress)
     spent = _generate(left, folder, executor or cases.local(pipe, progress), progress if executor else None)
     rows = [row for case in whole for row in _finish(case, folder)]
@@ -154,9 +156,10 @@ def cases_of(
     return made
 
 
-def _missing(case: Case, folder: Folder) -> Case:
+def _missing(case: Case, folder: Folder, retime: bool) -> Case:
     """What is left of a case; dense runs along whenever anything is, where times are compared with its."""
-    wanted = frozenset(name for _, name in case.methods if folder.read(name) is None)
+    known = {name: folder.read(name) for _, name in case.methods}
+    wanted = frozenset(n for n, row in known.items() if row is None or (retime and timing.verdict([row])))
     along = case.setting.timed
     left = tuple((m, name) for m, name in case.methods if name in wanted or (along and m.name == DENSE))
     return dataclasses.replace(case, methods=left, wanted=wanted)

@@ -158,7 +158,8 @@ def empty_cells(summary: Sequence[dict], results: dict) -> list[str]:
     """Why cells of the table are empty, a sentence for each method or judge that has some."""
     conventions = results.get("conventions", {})
     head, body = cells(summary, conventions)
-    judged = results.get("empty") if isinstance(results.get("empty"), dict) else {}
+    given = results.get("empty")
+    judged: dict = given if isinstance(given, dict) else {}
     sentences = []
     for entry, texts in zip(summary, body):
         reasons: dict[str, list[str]] = {}
@@ -199,8 +200,8 @@ def markdown(summary: Sequence[dict], results: dict | None = None) -> str:
     lines += ["| " + " | ".join(row) + " |" for row in body]
     lines += [f"\n{name}: {text}." for name, text in conventions.items()]
     lines += [f"\n{reason}" for reason in empty_cells(summary, results or {})]
-    if results and (line := devices_line(results)):
-        lines.append(f"\n{line[0].upper()}{line[1:]}.")
+    for line in (devices_line(results), timing.verdict(results.get("rows", []))) if results else ():
+        lines += [f"\n{line[0].upper()}{line[1:]}."] if line else []
     return "\n".join(lines) + "\n"
 
 

@@ -34,3 +34,25 @@ def test_ablations_fill_their_own_section(tmp_path):
     reproduction.fill(page, ablations=tmp_path / "a")
     text = page.read_text()
     assert text.index("middle") < text.index("| table |") < text.index("a plateau") < text.index("end")
+
+
+def test_a_comparison_fills_the_main_table(tmp_path):
+    rows = [{"method": m, "prompt": "p", "seed": 0, "attention_s": 1.0, "total_s": 2.0, "density": None, "refresh_rate": None}
+            for m in ("dense", "xattention")]  # fmt: skip
+    made = {
+        "schema": "heart-results/1",
+        "provenance": {"heart": "9", "call": {"width": 64}},
+        "conventions": {},
+        "rows": rows,
+    }
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(made))
+    (folder / "table.md").write_text("| the table |")
+    page = tmp_path / "p.md"
+    page.write_text("\n".join((PAGE, *reproduction.COMPARED_MARKS)))
+    reproduction.fill(page, compared=folder)
+    assert "| the table |" in page.read_text() and "1 prompts and seeds, 64×" in page.read_text()
+    before = page.read_text()
+    reproduction.fill(page, compared=tmp_path / "nothing")
+    assert page.read_text() == before

@@ -38,6 +38,7 @@ class Bench:
     calibrations: methods.Calibrations
     progress: Callable | None = None
     cluster: Cluster | None = None  # where generations and calibrations are made; None: here
+    retime: bool = False  # what was timed on a busy machine is generated again
 
     def method(self, part: str, name: str | None = None, **changes) -> Method:
         """The backbone with one of the parts (tmr, ebc, heart or nothing), renamed and changed as wished."""
@@ -63,15 +64,9 @@ class Bench:
         everything = [methods.build("dense", self.pipe, self.model), *chosen]
         with cases.opened(self.cluster) as executor:  # closed after each table: calibrations need the workers too
             return run.run(
-                self.pipe,
-                everything,
-                self.prompts,
-                self.seeds,
-                self.setting,
-                self.out,
-                self.progress,
-                executor=executor,
-            )
+                self.pipe, everything, self.prompts, self.seeds, self.setting, self.out, self.progress,
+                executor=executor, retime=self.retime,
+            )  # fmt: skip
 
     def conclude(self, table: dict, finding: str) -> dict:
         """The table with its finding, which is also written beside it."""

@@ -8,10 +8,13 @@ from typing import Any
 
 from ...errors import HeartError
 from ...files import read_json, write_atomic
+from .. import results as files
+from .. import tables
 from . import ABLATIONS, STUDIES
 from .common import PAPER_BACKBONES
 
 STUDIES_MARKS = ("<!-- figures: made by heart study all -->", "<!-- /figures of studies -->")
+COMPARED_MARKS = ("<!-- figures: made by heart compare -->", "<!-- /figures of compare -->")
 ABLATIONS_MARKS = ("<!-- figures: made by heart ablate all -->", "<!-- /figures of ablations -->")
 
 
@@ -84,7 +87,22 @@ def _ablations(folder: Path) -> list[str]:
     return lines
 
 
-def fill(page: str | Path, studies: str | Path | None = None, ablations: str | Path | None = None) -> Path:
+def _compared(folder: Path) -> list[str]:
+    """The main table with what must be known of it."""
+    if not (folder / "table.md").is_file():
+        return []
+    made = files.load(folder)
+    cases, facts = {(r["prompt"], r["seed"]) for r in made["rows"]}, made["provenance"]
+    call = facts.get("call", {})
+    size = f"{call.get('width')}×{call.get('height')}, {call.get('num_frames')} frames, {call.get('num_inference_steps')} steps"
+    head = f"{len(cases)} prompts and seeds, {size}, version {facts.get('heart')}:\n"
+    return [head, (folder / "table.md").read_text(), *(f"{line}.\n" for line in tables.reuse_lines(made))]
+
+
+def fill(
+    page: str | Path, studies: str | Path | None = None, ablations: str | Path | None = None,
+    compared: str | Path | None = None,
+) -> Path:  # fmt: skip
     """Rewrite the parts of the page between its marks for which a folder is given and has data; the rest stays."""
     page = Path(page)
     text = page.read_text()
@@ -95,6 +113,8 @@ def fill(page: str | Path, studies: str | Path | None = None, ablations: str | P
     if ablations is not None:
         lines = _ablations(Path(ablations))
         text = _between(text, ABLATIONS_MARKS, ["## Ablations\n", *lines] if lines else [])
+    if compared is not None:
+        text = _between(text, COMPARED_MARKS, _compared(Path(compared)))
     return write_atomic(page, text)
 
 
