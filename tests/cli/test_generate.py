@@ -93,7 +93,7 @@ def test_demo_is_compare_with_a_report(tmp_path, monkeypatch, capsys):
     from heart_attention.evaluation import methods
 
     monkeypatch.setattr(tiny, "QUICK", {**tiny.QUICK, "height": 64, "width": 64, "num_frames": 4})
-    monkeypatch.setattr(methods, "DEFAULT", ("dense", "xattention"))
+    monkeypatch.setattr(methods, "DEMO", ("dense", "xattention"))
     assert main.main(["demo", "--quick", "--steps", "3", "--out", str(tmp_path / "d")]) == 0
     said = capsys.readouterr().out
     assert "256 video tokens" in said and (tmp_path / "d" / "report.html").stat().st_size > 10_000
