@@ -53,7 +53,7 @@ def torch_keep_share(scores: Tensor, sizes: Tensor, shares: Tensor, at_least: in
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     ranked = sizes.double().unsqueeze(2).expand(scores.shape).gather(-1, order)
     before = ranked.cumsum(-1) - ranked
-    keep = before < (shares.double() * sizes.sum(-1)).to(scores.device)[..., None, None]
+    keep = before < (shares.to(scores.device, torch.float64) * sizes.sum(-1))[..., None, None]
     keep[..., :at_least] = True
     keep |= scores.isnan().any(-1, keepdim=True)
     return torch.empty_like(keep).scatter_(-1, order, keep)
