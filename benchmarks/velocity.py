@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ POINTS = {
     "xattention 0.9, dropped": Point(X, 0.9),
     "xattention 0.7, dropped": Point(X, 0.7),
     "clusters, 7 % exact": Point(C, 0.07, "mean"),
+    "clusters, 7 % exact, 10 first iterations": Point(replace(C, init_iters=10), 0.07, "mean"),
     "clusters, 10 % exact": Point(C, 0.1, "mean"),
     "clusters, 20 % exact": Point(C, 0.2, "mean"),
 }
@@ -108,12 +110,12 @@ def output_errors(pipe: Any, folder: Path) -> list[tuple[float, float, float, fl
 def show(title: str, found: dict[str, list[dict]]) -> None:
     """One table."""
     print(
-        f"\n{title}: {len(next(iter(found.values())))} contexts\n{'point':<28}{'cost':>7}{'velocity error':>16}{'geometric':>12}"
+        f"\n{title}: {len(next(iter(found.values())))} contexts\n{'point':<42}{'cost':>7}{'velocity error':>16}{'geometric':>12}"
     )
     for name, rows in found.items():
         errors = [row["error"] for row in rows]
         cost = np.mean([row["cost"] for row in rows])
-        print(f"{name:<28}{cost:>7.3f}{np.mean(errors):>16.5f}{np.exp(np.mean(np.log(errors))):>12.5f}")
+        print(f"{name:<42}{cost:>7.3f}{np.mean(errors):>16.5f}{np.exp(np.mean(np.log(errors))):>12.5f}")
 
 
 def main() -> None:
