@@ -17,7 +17,7 @@ class Problem:
     cost: np.ndarray  # [n, K] ≥ 0, inf where the candidate is ruled out
     gain: np.ndarray  # [n, K]
     need: float
-    whole: bool = False  # gains and need are whole numbers
+    unit: float = 0.0  # gains and need are whole numbers of it; 0 where they are as they are
 
     def total_cost(self, x: np.ndarray) -> float:
         """Σ cost of a choice, correctly rounded."""
@@ -42,7 +42,7 @@ def make_problem(E: np.ndarray, gain: np.ndarray, need: float) -> Problem:
     unit = _unit(gain)
     if unit:
         gain, need = np.rint(gain / unit), float(math.ceil(need / unit - _NEAR))
-    return Problem(np.where(_dominated(cost, gain), np.inf, cost), gain, need, bool(unit))
+    return Problem(np.where(_dominated(cost, gain), np.inf, cost), gain, need, unit)
 
 
 def _unit(gain: np.ndarray) -> float:

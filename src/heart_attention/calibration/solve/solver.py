@@ -253,7 +253,7 @@ def _refuse_infeasible(problem: Problem, what: str, asked: float, sign: float) -
     best = problem.gain.argmax(1)
     if problem.feasible(best):
         return
-    reach = sign * problem.total_gain(best) / len(best)
+    reach = sign * problem.total_gain(best) * (problem.unit or 1.0) / len(best)
     end, relation = ("greatest", "at least") if sign > 0 else ("least", "at most")
     raise HeartError(
         f"no choice of candidates reaches a mean {what} of {relation} {asked:.9g}: the {end} reachable is {reach:.9g}"

@@ -15,7 +15,7 @@ _EACH = 1_300  # moves of each of four parts of the heads that are tried togethe
 
 def through_sums(problem: Problem, x: np.ndarray, r: np.ndarray, price: float, limit: float) -> tuple[np.ndarray, bool]:
     """As the Pareto DP where gains are whole numbers: the least Σr for every sum of gains, if there are not too many."""
-    if not problem.whole or price <= 0:
+    if not problem.unit or price <= 0:
         return x, False
     base = r.argmin(1)
     rows = np.arange(len(base))
