@@ -173,9 +173,9 @@ def _native(model: str, pipe: Any, quick: bool) -> dict[str, Any]:
     if model in TINY:
         from .. import tiny
 
-        call = tiny.QUICK if quick else tiny.NATIVE
+        size = tiny.QUICK if quick else tiny.NATIVE
         few = {key: tiny.FEW_STEPS[key] for key in ("num_inference_steps", "guidance_scale")}
-        return {**call, **few} if model == "tiny-student" else dict(call)
+        return {**size, **few} if model == "tiny-student" else dict(size)
     from ..presets import PRESETS, identify
 
     name = identify(pipe.transformer, two=getattr(pipe, "transformer_2", None) is not None)

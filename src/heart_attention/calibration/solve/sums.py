@@ -74,8 +74,8 @@ def exchange_four(
         spare = problem.total_gain(x) - problem.need
         limit = math.fsum(r[np.arange(len(x)), x]) + price * spare
         moves = moves_of(problem, x, r <= limit)
-        pairs = [_pairs(moves, part, rng) for part in ((0, 1), (2, 3))]
-        trial = _with_moves(x, moves, _meeting(*pairs, spare))
+        one, other = _pairs(moves, (0, 1), rng), _pairs(moves, (2, 3), rng)
+        trial = _with_moves(x, moves, _meeting(one, other, spare))
         if problem.feasible(trial) and problem.total_cost(trial) < problem.total_cost(x):
             x = trial
     return x
