@@ -40,11 +40,11 @@ HOW = {"paper": "--method probes", "joint": "--method joint"}  # how `heart cali
 PAPER_CANDIDATES = (0.85, 0.9, 0.95)
 # The demo's rows: each shipped backbone as published, and with joint calibration and mask reuse.
 DEMO = (DENSE, "xattention", "xattention+joint", "svg2", "svg2+joint")
-# What `heart compare` runs unless told: the paper's method too, where a calibration by its protocol ships.
-DEFAULT = (DENSE, "xattention", "xattention+heart", "xattention+joint", "svg2", "svg2+joint")
+# What `heart compare` runs unless told: the paper's method too.
+DEFAULT = (DENSE, "xattention", "xattention+heart", "xattention+joint", "svg2", "svg2+heart", "svg2+joint")
 FULL = (
     DENSE, "xattention", "xattention+tmr", "xattention+ebc", "xattention+heart", "xattention+joint",
-    "svg2", "svg2+tmr", "svg2+joint",
+    "svg2", "svg2+tmr", "svg2+ebc", "svg2+heart", "svg2+joint",
 )  # fmt: skip
 
 
