@@ -71,6 +71,15 @@ def repeated_blocks(transformer: Any) -> list[torch.nn.Module]:
     return [module for module in unwrapped(transformer).modules() if type(module).__name__ in names]
 
 
+def compiler_cache() -> str:
+    """Where torch keeps compiled code when nobody names a folder; once asked, it names that folder in the environment."""
+    try:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    except ImportError:  # before torch 2.7
+        from torch._inductor.runtime.runtime_utils import default_cache_dir
+    return default_cache_dir()
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None

@@ -17,7 +17,7 @@ import torch
 
 from .. import files
 from ..errors import HeartError
-from .compat import compiled_call, is_compiled, repeated_blocks, set_compiled_call, uncompile
+from .compat import compiled_call, compiler_cache, is_compiled, repeated_blocks, set_compiled_call, uncompile
 from .inspect import transformers_of
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def compile_blocks(transformer: Any, **options: Any) -> CompiledBlocks:
     """
     plain = [block for block in blocks_of(transformer) if not is_compiled(block)]
     cache = None
-    if plain and CACHE not in os.environ:
+    if plain and os.environ.get(CACHE) in (None, compiler_cache()):
         cache = os.environ[CACHE] = str(files.cache_dir() / "inductor")
     for block in plain:
         block.compile(**options)
