@@ -52,7 +52,7 @@ def exact(problem: Problem) -> tuple[np.ndarray, float, bool]:
         x, complete = _pareto(problem, x, r, price, gap + slack, work)
         if complete:
             return x, slack, True
-        x = _exchange(problem, x, r, price)
+        x = exchange_four(problem, _exchange(problem, x, r, price), r, price, lower + slack, tries=2)
     return x, max(problem.total_cost(x) - lower, 0.0) + slack, False
 
 

@@ -47,7 +47,8 @@ def make_problem(E: np.ndarray, gain: np.ndarray, need: float) -> Problem:
 
 def _unit(gain: np.ndarray) -> float:
     """What all gains are whole multiples of, or 0: sums of whole numbers are exact, and equal ones are seen to be equal."""
-    values = np.unique(np.round(np.abs(gain), 12))
+    values = np.abs(gain).ravel()
+    values = values[np.unique(np.round(values, 12), return_index=True)[1]]  # not rounded: remainders enlarge errors
     if len(values) > _GRID:
         return 0.0
     unit = 0.0

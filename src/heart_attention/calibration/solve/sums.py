@@ -9,7 +9,7 @@ import numpy as np
 from .problem import Problem
 from .problem import moves as moves_of
 
-_SUMS = 200_000_000  # bytes and steps that going through all sums of whole gains may take
+_SUMS = 400_000_000  # bytes and steps that going through all sums of whole gains may take
 _EACH = 1_300  # moves of each of four parts of the heads that are tried together
 
 
@@ -22,12 +22,11 @@ def through_sums(problem: Problem, x: np.ndarray, r: np.ndarray, price: float, l
     keep = (r <= limit) & (np.arange(r.shape[1]) != base[:, None])
     heads = np.nonzero(keep.any(1))[0]
     steps = problem.gain - problem.gain[rows, base][:, None]  # of each candidate against the base
-    low = np.minimum(np.where(keep, steps, 0)[heads].min(1), 0)
-    high = np.maximum(np.where(keep, steps, 0)[heads].max(1), 0)
-    size, zero = int((high - low).sum()) + 1, int(-low.sum())
+    down, up = (_reach(sign * steps, keep, r, limit) for sign in (-1, 1))
+    size, zero = down + up + 1, down
     if len(heads) * size > _SUMS:
         return x, False
-    paid, chosen = np.full(size, np.inf), np.zeros((len(heads), size), np.uint16)
+    paid, chosen = np.full(size, np.inf), np.zeros((len(heads), size), np.uint8 if r.shape[1] < 255 else np.uint16)
     paid[zero] = 0.0
     for i, head in enumerate(heads):
         before = paid.copy()
@@ -39,6 +38,15 @@ def through_sums(problem: Problem, x: np.ndarray, r: np.ndarray, price: float, l
             chosen[i, into][better] = k + 1
     least = int(problem.need - problem.total_gain(base)) + zero  # the first sum that keeps the budget
     return _best_sum(problem, x, base, heads, steps, paid, chosen, max(least, 0), price), True
+
+
+def _reach(steps: np.ndarray, keep: np.ndarray, r: np.ndarray, limit: float) -> int:
+    """How far the sum of gains can move up: free moves as they are, dear ones as long as Σr stays within the limit."""
+    free = keep & (r <= 1e-9 * limit)
+    dear = keep & ~free & (steps > 0)
+    whole = np.where(keep, np.maximum(steps, 0), 0).max(1).sum()
+    paid = limit * float((steps[dear] / r[dear]).max()) if dear.any() else 0.0
+    return int(min(whole, np.where(free, np.maximum(steps, 0), 0).max(1).sum() + math.ceil(paid)))
 
 
 def _best_sum(
