@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-logging.disable(logging.WARNING)
 
 from heart_attention.evaluation import methods, pipelines, results, run, video  # noqa: E402
 
@@ -73,4 +72,5 @@ def main(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-logging.disable(logging.WARNING)
 
 from models_for_tests import CALL, wan_pipe  # noqa: E402
 
@@ -69,4 +68,5 @@ def main(folder: Path, method: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -316,7 +316,7 @@ def test_the_command_writes_a_config_that_serves(tmp_path, capsys):
 def test_the_command_refuses_what_leaves_nothing_to_look_at(capsys):
     from heart_attention.cli.main import main
 
-    assert main(["tune-order", "--quick", "--steps", "5"]) != 0
+    assert main(["tune-order", "--quick", "--steps", "1"]) != 0
     assert "leave none to look at" in capsys.readouterr().err
     assert main(["tune-order", "--quick", "--looks", "0"]) != 0
     assert "--looks is 0" in capsys.readouterr().err
