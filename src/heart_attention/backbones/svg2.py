@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeartError
+from ..kernels.ops.transfer import to_host
 from ..masks import ClusterMask, Text, count_labels
 from .base import (
     Backbone,
@@ -54,7 +55,7 @@ class ClusterState(State):
 
     def put(self, place: tuple[int, int], pair: Sequence[Tensor]) -> None:
         """Keep the centroids of a head's queries and keys."""
-        self.centroids[place] = (_put_aside(pair[0]), _put_aside(pair[1]))
+        self.centroids[place] = (to_host(pair[0]), to_host(pair[1]))
 
     def clear(self) -> None:
         """Forget everything: the next prediction starts from random tokens."""
@@ -385,11 +386,3 @@ def _with_text(labels: Tensor, count: int, text: Text | None, n: int) -> Tensor:
     prompt = labels.new_full((text.prompt,), count)
     unused = labels.new_full((text.unused,), count + 1)
     return torch.cat([labels[: text.start], prompt, unused, labels[text.start :]])
-
-
-def _put_aside(centroids: Tensor) -> Tensor:
-    """The centroids in page-locked memory of the computer, without waiting for the GPU; on a CPU as they are."""
-    if not centroids.is_cuda:
-        return centroids
-    kept = torch.empty(centroids.shape, dtype=centroids.dtype, pin_memory=True)
-    return kept.copy_(centroids, non_blocking=True)  # later copies back follow it on the same stream

@@ -84,7 +84,7 @@ class Cudnn(Kernel):
             block=mask.block_shape[0],
             lists=padded_lists(plan),
             sizes=plan.group_sizes().contiguous() if cut else None,
-            empty=bool((plan.counts == 0).any()),
+            empty=part or rest != "drop",  # rows without keys are refused otherwise
         )
         if rest != "drop":
             plan.extra["means"] = _triton()._plan(mask, "only", part=True)

@@ -43,12 +43,10 @@ def sides(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def padded_lists(plan: Plan) -> Tensor:
-    """Kept key blocks of every row side by side, int32 [B, H, Mq, longest row], zeros behind the shorter rows."""
-    batch, heads, rows = plan.counts.shape
-    longest = max(1, int(plan.counts.max()))
-    flat = plan.counts.reshape(-1)
-    row = torch.repeat_interleave(torch.arange(len(flat), device=plan.device), flat)  # [kept]
-    first = plan.row_ptr[..., :-1].reshape(-1)
-    lists = torch.zeros(len(flat), longest, dtype=torch.int32, device=plan.device)
-    lists[row, torch.arange(len(row), device=plan.device) - first[row]] = plan.cols
-    return lists.view(batch, heads, rows, longest)
+    """Kept key blocks of every row side by side, int32 [B, H, Mq, room], zeros behind the shorter rows."""
+    on_gpu = plan.counts.is_cuda  # the longest row there could be: asking for the longest one would make the call wait
+    longest = max(1, plan.k_starts.shape[-1] - 1 if on_gpu else int(plan.counts.max()))
+    nth = torch.arange(longest, dtype=torch.int64, device=plan.device)
+    inside = nth < plan.counts.unsqueeze(-1)  # [B, H, Mq, longest]
+    place = torch.where(inside, plan.row_ptr[..., :-1, None] + nth, 0)
+    return torch.where(inside, plan.cols.take(place), 0) if plan.cols.numel() else place.to(torch.int32)

@@ -21,7 +21,7 @@ class Plan:
     Args:
         kind: "block" (equal blocks, boundaries shared by all heads) or "cluster" (own boundaries per head).
         row_ptr: int64 [B, H, Mq + 1]; row i of a head keeps `cols[row_ptr[i]:row_ptr[i + 1]]`.
-        cols: int32 [kept]; kept key blocks, ascending inside a row.
+        cols: int32 [kept]; kept key blocks, ascending inside a row; on a GPU with room behind them.
         counts: int32 [B, H, Mq]; kept key blocks of each row.
         q_starts, k_starts: int32 block boundaries in sorted positions, [M + 1] for blocks, [B, H, C + 1] for
             clusters; an empty cluster has zero length.
@@ -137,6 +137,9 @@ def _lists(kept: Tensor) -> dict[str, Tensor]:
 def _refuse_empty(counts: Tensor, filled: Tensor) -> None:
     """Refuse a row with tokens but without keys: counts [B, H, Mq], filled [Mq] or [B, H, Mq]."""
     empty = (counts == 0) & filled
+    if empty.is_cuda:  # told by the device when it gets there: asking would make every call wait
+        torch._assert_async(~empty.any(), "a query row holds tokens but keeps no key block: keep at least one")
+        return
     if bool(empty.any()):
         b, h, row = (int(x) for x in empty.nonzero()[0])
         raise HeartError(

@@ -240,21 +240,22 @@ def key_runs(plan: Plan) -> tuple[Tensor, Tensor]:
 
     Kept clusters that touch in sorted order are joined first: they are one stretch of keys.
     """
-    rows = plan.counts.numel()
-    device = plan.device
-    row = torch.repeat_interleave(torch.arange(rows, device=device), plan.counts.reshape(-1))  # [kept]
-    head = row // plan.counts.shape[-1]
-    starts = plan.k_starts.reshape(-1, plan.k_starts.shape[-1])
+    rows, device = plan.counts.numel(), plan.device
+    entry = torch.arange(len(plan.cols), device=device)
+    row = torch.searchsorted(plan.counts.reshape(-1).cumsum(0), entry, right=True)  # [entries]
+    real, row = row < rows, row.clamp(max=rows - 1)  # a GPU's list has room at its end
+    starts, head = plan.k_starts.reshape(-1, plan.k_starts.shape[-1]), row // plan.counts.shape[-1]
     begin, end = starts[head, plan.cols.long()].long(), starts[head, plan.cols.long() + 1].long()
-    fresh = torch.ones_like(row, dtype=torch.bool)
-    fresh[1:] = (row[1:] != row[:-1]) | (begin[1:] != end[:-1])
-    first = fresh.nonzero().view(-1)
-    last = torch.cat([first[1:], first.new_full((1,), len(row))]) - 1 if len(first) else first
-    begin, end, row = begin[first], end[last], row[first]  # stretches
-    pieces = (end - begin + RUN - 1) // RUN
-    stretch = torch.repeat_interleave(torch.arange(len(pieces), device=device), pieces)
-    offset = torch.arange(len(stretch), device=device) - (pieces.cumsum(0) - pieces)[stretch]
-    position = begin[stretch] + offset * RUN
+    fresh = torch.ones_like(real)  # entries that open a stretch, and those that close one
+    fresh[1:] = (row[1:] != row[:-1]) | (begin[1:] != end[:-1]) | ~real[1:]
+    closes = torch.ones_like(real)
+    closes[:-1] = fresh[1:]
+    opened = begin[torch.where(fresh, entry, 0).cummax(0).values] if len(entry) else begin
+    pieces = torch.where(closes & real, (end - opened + RUN - 1) // RUN, 0)
+    last = pieces.cumsum(0)
+    run = torch.arange(int(pieces.sum()), device=device)  # the one question to the device
+    stretch = torch.searchsorted(last, run, right=True)
+    position = opened[stretch] + (run - (last - pieces)[stretch]) * RUN
     length = (end[stretch] - position).clamp(max=RUN)
     per_row = torch.zeros(rows, dtype=torch.int64, device=device).index_add_(0, row, pieces)
     run_ptr = torch.cat([per_row.new_zeros(1), per_row.cumsum(0)])
@@ -269,21 +270,32 @@ def work_list(plan: Plan, block_m: int) -> Tensor:
     key = f"work{block_m}"
     if key in plan.extra:
         return plan.extra[key]
-    heads, rows, device = plan.shape[0] * plan.shape[1], plan.counts.shape[-1], plan.device
+    heads, rows = plan.shape[0] * plan.shape[1], plan.counts.shape[-1]
     starts = plan.q_starts.expand(heads, -1) if plan.q_starts.ndim == 1 else plan.q_starts.reshape(heads, -1)
     begin, end = starts[:, :-1].reshape(-1).long(), starts[:, 1:].reshape(-1).long()  # [heads * rows]
     first, last = _kept_range(plan)
     rest = torch.zeros_like(plan.row_ptr) if plan.rest_ptr is None else plan.rest_ptr
-    tiles = (end - begin + block_m - 1) // block_m
-    row = torch.repeat_interleave(torch.arange(heads * rows, device=device), tiles)  # [W]
-    nth = torch.arange(len(row), device=device) - (tiles.cumsum(0) - tiles)[row]
-    q0 = begin[row] + nth * block_m
+    row, nth = _tiles((end - begin + block_m - 1) // block_m, heads * (plan.n_q // block_m + rows))
+    spare = row == heads * rows  # a GPU's list has room at its end: tiles without queries
+    row = row.clamp(max=heads * rows - 1)
+    q0 = torch.where(spare, end[row], begin[row] + nth * block_m)
     ranges = (first, last, rest[..., :-1].reshape(-1), rest[..., 1:].reshape(-1))
     work = torch.stack([row // rows, q0, torch.minimum(q0 + block_m, end[row]), *(x[row] for x in ranges)], dim=1)
     size = RUN if plan.kind == "cluster" else plan.extra["block"]  # keys an entry
     work = work[((work[:, 4] - work[:, 3]) * size + work[:, 6] - work[:, 5]).argsort(descending=True, stable=True)]
     plan.extra[key] = work.to(torch.int32).contiguous()
     return plan.extra[key]
+
+
+def _tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The row of each tile and which of its row's it is, int64 [W], for rows of so many tiles each.
+
+    On a GPU the list has room for `most`, since their number is not known to the host; the row of spare ones is one beyond.
+    """
+    ends = tiles.cumsum(0)
+    count = most if tiles.is_cuda else int(ends[-1]) if len(ends) else 0
+    row = torch.searchsorted(ends, torch.arange(count, device=tiles.device), right=True)
+    return row, torch.arange(count, device=tiles.device) - (ends - tiles)[row.clamp(max=len(tiles) - 1)]
 
 
 def _kept_range(plan: Plan) -> tuple[Tensor, Tensor]:

@@ -220,13 +220,13 @@ class Mask:
     def _source(self, index: Sequence[int] | Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Which heads are replaced, bool [B, H], and by which row of `mask` flattened to [B·H]."""
         batch, heads = self.shape
-        index = torch.as_tensor(index, device=self.device)
-        rows = torch.arange(mask.shape[0] * mask.shape[1], device=self.device).view(mask.shape)
+        index = torch.as_tensor(index, device="cpu")  # where it is decided; a GPU would have to be asked for it
+        rows = torch.arange(mask.shape[0] * mask.shape[1]).view(mask.shape)
         if index.dtype != torch.bool:
-            chosen = torch.zeros(batch, heads, dtype=torch.bool, device=self.device)
+            chosen = torch.zeros(batch, heads, dtype=torch.bool)
             chosen[:, index.long()] = True
             if mask.shape == (batch, index.numel()):
-                placed = torch.zeros(batch, heads, dtype=torch.long, device=self.device)
+                placed = torch.zeros(batch, heads, dtype=torch.long)
                 placed[:, index.long()] = rows
                 return chosen, placed[chosen]
         else:

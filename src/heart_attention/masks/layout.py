@@ -39,13 +39,18 @@ def check_permutation(order: Tensor, n: int) -> None:
 
 def sort_labels(labels: Tensor, clusters: int, side: str) -> tuple[Tensor, Tensor]:
     """Tokens sorted by label (stable) and the boundaries of the clusters: int32 [B, H, N], [B, H, C + 1]."""
-    if int(labels.min()) < 0 or int(labels.max()) >= clusters:
+    if labels.is_cuda:
+        inside = (labels >= 0).all() & (labels < clusters).all()
+        torch._assert_async(inside, f"{side} labels run beyond the map's {clusters} clusters")
+    elif int(labels.min()) < 0 or int(labels.max()) >= clusters:
         raise HeartError(
             f"{side} labels run from {int(labels.min())} to {int(labels.max())} but the map has {clusters} clusters"
         )
     perm = _stable_argsort(labels)
     sizes = torch.zeros(*labels.shape[:2], clusters + 1, dtype=torch.int32, device=labels.device)
-    sizes.scatter_add_(2, labels.long() + 1, torch.ones((), dtype=torch.int32).to(labels.device).expand(labels.shape))
+    sizes.scatter_add_(
+        2, labels.long() + 1, torch.ones((), dtype=torch.int32, device=labels.device).expand(labels.shape)
+    )
     return perm, sizes.cumsum(dim=-1, dtype=torch.int32)
 
 

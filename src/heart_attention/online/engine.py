@@ -20,18 +20,18 @@ from .. import kernels
 from ..backbones.base import Backbone
 from ..config import HeartConfig
 from ..errors import HeartError
+from ..kernels.ops.transfer import Reading
 from ..masks import Mask, Text
 from . import agreement, cost_model, reuse, thresholds, warmup
 from .call import CallContext, Dense, Handler
 from .cost_model import CostTable, Share
-from .layer_state import HeadGroup, LayerState, Request
+from .layer_state import EXPECTED_DENSITY, HeadGroup, LayerState, Request
 from .points import GroupSpec, ModelPoints, restrict
 from .predict import predict_some
 from .stats import Recorder, Row, Stats, Timer
 
 log = logging.getLogger(__name__)
 
-EXPECTED_DENSITY = 0.5  # what a mask keeps, for the question whether to make a first one
 PLAN_BYTES = 400 << 20  # of all layers and both branches; larger plans are not kept but made at each call
 TOO_FEW = "not worth it: too few tokens"
 LONGEST_WAIT = 16  # calls after which a layer that runs dense is looked at again
@@ -98,6 +98,8 @@ class Engine(Handler):
 
     def reset(self) -> None:
         """A generation is over: drop its masks, anchors and plans."""
+        for state in self._states.values():
+            self._settle(state)
         if self._states:
             self.recorder.memory = self.memory()
         self._dense_steps = None
@@ -128,7 +130,10 @@ class Engine(Handler):
         return self._dense(call, q, k, v, timer, dense, reason)
 
     def stats(self, wait: bool = False) -> Stats:
-        """What happened so far; `wait` for GPU times that are not known yet."""
+        """What happened so far; `wait` for GPU times and densities that are not known yet."""
+        for state in self._states.values():
+            if wait or state.ready:
+                self._settle(state)
         return self.recorder.summary(self.config.summary(), self.memory(), wait)
 
     def memory(self) -> dict[str, int]:
@@ -267,6 +272,8 @@ class Engine(Handler):
         layout = tuple((spec.heads, spec.tau, spec.rest, spec.backbone) for spec, _ in specs)
         signature = (q.shape, q.dtype, q.device, request.text, call.grid, call.generation, tuple(request.heads), layout)
         state = self._states.get(key)
+        if state is not None:
+            self._settle(state)
         if state is None or state.signature != signature:
             shape = q.shape[:2]
             cached, at_step = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.int64)
@@ -287,9 +294,13 @@ class Engine(Handler):
         if policy.features is not None:
             now = self._features(request, state, policy.features)
             known = state.anchor is not None
-            request.drift = reuse.drift(state.anchor, now).cpu() if known else torch.zeros(state.cached.shape)
-            if known and state.norm is None and policy.wants_norm:
-                state.norm = reuse.norm(state.anchor).cpu()
+            request.drift = torch.zeros(state.cached.shape)
+            if known and state.norm is None and policy.wants_norm:  # both by one copy: the only one that is waited for
+                request.drift, state.norm = torch.stack(
+                    [reuse.drift(state.anchor, now), reuse.norm(state.anchor)]
+                ).cpu()
+            elif known:
+                request.drift = reuse.drift(state.anchor, now).cpu()
         age, norm = request.step - state.refreshed_at, request.drift if state.anchor is None else state.norm
         reduce = _reducer(request)
         view = reuse.ReuseState(state.cached, age, call.layer, request.step, norm, call.heads_total, reduce)
@@ -356,7 +367,9 @@ class Engine(Handler):
     def _adopt(self, group: HeadGroup, mask: Mask, q: Tensor) -> None:
         """From now on the group computes this mask."""
         group.packed, group.plan = mask.packed(), None
-        group.density, group.cost = (share.cpu() for share in mask.shares(group.spec.rest))
+        group.reading = Reading(torch.stack(list(mask.shares(group.spec.rest))))
+        if not q.is_cuda:  # on a GPU the next call takes them: by then they have arrived, and nobody waits
+            group.settle()
         group.kernel = self._kernel(q, mask, group.spec.rest, group.backbone.visits)
 
     # ---------------------------------------- dense or sparse
@@ -530,22 +543,30 @@ class Engine(Handler):
     def _record(self, request: Request, state: LayerState) -> None:
         assert request.refresh is not None
         call = request.call
-        self.recorder.add(
-            Row(
-                call.transformer,
-                call.layer,
-                request.step,
-                call.branch,
-                request.timer,
-                heads=request.heads if len(request.heads) < self.heads or call.heads else None,
-                density=state.per_head("density").mean(0).tolist(),
-                cost=state.per_head("cost").mean(0).tolist(),
-                refreshed=request.refresh.float().mean(0).tolist(),
-                drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
-                rest_mass=state.rest_mass(),
-                kernel="+".join(dict.fromkeys(g.kernel.name for g in state.groups if g.kernel is not None)),
-            )
+        state.late = Row(
+            call.transformer,
+            call.layer,
+            request.step,
+            call.branch,
+            request.timer,
+            heads=request.heads if len(request.heads) < self.heads or call.heads else None,
+            refreshed=request.refresh.float().mean(0).tolist(),
+            drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
+            rest_mass=state.rest_mass(),
+            kernel="+".join(dict.fromkeys(g.kernel.name for g in state.groups if g.kernel is not None)),
         )
+        if all(group.reading is None for group in state.groups):
+            self._settle(state)
+
+    def _settle(self, state: LayerState) -> None:
+        """Take over densities that were under way from a GPU, and tell the recorder of the call that they belong to."""
+        for group in state.groups:
+            group.settle()
+        if state.late is not None:
+            state.late.density = state.per_head("density").mean(0).tolist()
+            state.late.cost = state.per_head("cost").mean(0).tolist()
+            self.recorder.add(state.late)
+            state.late = None
 
 
 # ---------------------------------------- helpers

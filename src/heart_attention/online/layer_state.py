@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from ..backbones.base import Backbone
+from ..kernels.ops.transfer import Reading
 from ..masks import Mask, Packed
 from .points import GroupSpec
+
+EXPECTED_DENSITY = 0.5  # what a mask keeps, as long as nobody knows
 
 
 @dataclass
@@ -35,7 +38,14 @@ class HeadGroup:
     kernel: Any = None
     density: Tensor | None = None  # float64 [B, h]
     cost: Tensor | None = None  # float64 [B, h]: kept and approximated keys
+    reading: Reading | None = None  # both of the present mask, on their way from a GPU
     rest_mass: Tensor | None = None  # fp32 [B, h]: share of softmax mass in the approximated part, of the last call
+
+    def settle(self) -> None:
+        """Take over densities and costs that were under way."""
+        if self.reading is not None:
+            self.density, self.cost = self.reading.values()
+            self.reading = None
 
     def nbytes(self) -> dict[str, int]:
         """Bytes held, by kind."""
@@ -59,6 +69,7 @@ class LayerState:
     reason: str = ""  # why this layer runs dense at present
     wait: int = 0  # calls until it is looked at again
     patience: int = 1  # how long the next wait is
+    late: Any = None  # the Row of the last call, while its densities are under way
 
     def nbytes(self) -> Counter[str]:
         """Bytes held, by kind."""
@@ -66,6 +77,11 @@ class LayerState:
         for group in self.groups:
             total.update(group.nbytes())
         return total
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is under way from a GPU any more."""
+        return all(group.reading is None or group.reading.ready for group in self.groups)
 
     def refresh_rate(self, expected: float) -> float:
         """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at first."""
@@ -89,6 +105,8 @@ class LayerState:
             part = getattr(group, values)
             if part is not None:
                 out[:, group.places] = part
+            elif group.packed is not None:
+                out[:, group.places] = EXPECTED_DENSITY
         return out
 
 

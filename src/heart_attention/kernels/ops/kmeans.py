@@ -23,7 +23,7 @@ class Clusters(NamedTuple):
     labels: Tensor  # int64 [N]
     centroids: Tensor  # fp32 [C, D]
     sizes: Tensor  # int64 [C]
-    iterations: int
+    iterations: int | Tensor  # a GPU's number stays there
 
 
 def torch_assign(x: Tensor, centroids: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def triton_heads(
         group = [i for i in range(len(x)) if kinds[i] == kind]
         stacked = torch.stack([video_tokens(x[i], text) for i in group])[None]  # [1, H, N, D]
         made = triton_predict.kmeans(stacked, torch.stack([init[i] for i in group])[None], kind[2])
-        parts = (made.labels[0].long(), made.centroids[0], made.sizes[0], made.iterations[0].tolist())
+        parts = (made.labels[0].long(), made.centroids[0], made.sizes[0], made.iterations[0])
         found.update((i, Clusters(*head)) for i, head in zip(group, zip(*parts)))
     return [found[i] for i in range(len(x))]
 

@@ -28,9 +28,17 @@ def _ends(counts: Tensor) -> Tensor:
 def _columns(flags: Tensor) -> Tensor:
     """The column of each true entry, row by row, int32."""
     if flags.device.type != "cpu":
-        return flags.reshape(-1).nonzero().view(-1).remainder_(max(flags.shape[-1], 1)).to(torch.int32)
+        return _columns_with_room(flags)
     # numpy picks from a broadcast row: no 64-bit indices, which would dominate memory, and several times quicker
     return torch.from_numpy(np.broadcast_to(np.arange(flags.shape[-1], dtype=np.int32), flags.shape)[flags.numpy()])
+
+
+def _columns_with_room(flags: Tensor) -> Tensor:
+    """The same with room for all entries, the end unwritten: how many there are need not be asked of the device."""
+    flat = flags.reshape(-1)
+    place = torch.where(flat, flat.cumsum(0) - 1, flat.numel())
+    columns = torch.arange(flags.shape[-1], dtype=torch.int32, device=flags.device).expand(flags.shape).reshape(-1)
+    return columns.new_zeros(flat.numel() + 1).scatter_(0, place, columns)[:-1]
 
 
 def _c_row_lists(flags: Tensor) -> Lists:

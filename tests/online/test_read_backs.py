@@ -1,0 +1,83 @@
+"""How often a sparse call waits for the GPU, counted on a pretended one: once for TMR's decision, never without drift."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_gpu import OnGpu, fake_gpu
+
+from heart_attention.backbones import SVG2, XAttention
+from heart_attention.config import HeartConfig
+from heart_attention.online.call import CallContext
+from heart_attention.online.engine import Engine
+from heart_attention.online.reuse import TMR, Interval, Warmup
+
+BLOCKS = XAttention(stride=4, block=16)
+CLUSTERS = SVG2(4, 6, init_iters=2)
+RANKED = SVG2(4, 6, init_iters=2, rank="error")
+H, N, D, STEPS = 4, 96, 16, 6
+
+
+def counts(backbone, reuse, rest="drop", tau=0.6):
+    """Read-backs, launches and whether any and all heads refreshed, of each of a few successive calls."""
+    found = []
+    with fake_gpu() as gpu:
+        config = HeartConfig(backbone, tau, reuse, dense_steps=0, force_sparse=True, rest=rest, kernel="triton")
+        engine = Engine(config, 1, H)
+        g = torch.Generator().manual_seed(0)
+        for step in range(STEPS):
+            q, k, v = (OnGpu(torch.randn(1, H, N, D, generator=g).bfloat16()) for _ in range(3))
+            gpu.clear()
+            engine.attend(
+                CallContext(layer=0, layers=1, step=step, branch="c"), q, k, v, F.scaled_dot_product_attention
+            )
+            found.append((list(gpu.reads), gpu.launches))
+        record = engine.stats(wait=True).to_dict()["records"][0]
+    refreshed = [sum(step) for step in record["refreshed"][0]] if record["refreshed"] else []
+    return found, refreshed
+
+
+TMRS = [TMR(delta=1e9), TMR(delta=-1.0), TMR(relative=1e9), TMR(relative=0.0, gate=(0.0, 1.0))]
+
+
+@pytest.mark.parametrize("reuse", TMRS)
+def test_tmr_waits_once_for_its_decision(reuse):
+    found, _ = counts(BLOCKS, reuse)
+    assert not found[0][0], "the first call has nothing to decide"
+    assert all(len(reads) == 1 for reads, _ in found[1:]), found
+
+
+@pytest.mark.parametrize("reuse", [Interval(2), Interval(1), Warmup(2)])
+@pytest.mark.parametrize("rest", ["drop", "mean"])
+def test_without_drift_nothing_is_waited_for(reuse, rest):
+    found, _ = counts(BLOCKS, reuse, rest)
+    assert not any(reads for reads, _ in found), found
+
+
+def test_clusters_ask_once_more_when_a_plan_is_made():
+    """The runs of kept keys have no useful bound, so their number is asked for; a reused plan asks nothing."""
+    found, _ = counts(CLUSTERS, Interval(3))
+    assert [len(reads) for reads, _ in found] == [1, 0, 0, 1, 0, 0]
+    assert {place.partition(":")[0] for reads, _ in found for _, place in reads} == {"kernels/triton_attention.py"}
+    found, _ = counts(RANKED, TMR(delta=1e9), "mean", 0.1)
+    assert [len(reads) for reads, _ in found] == [1] + [2] * (STEPS - 1)
+
+
+def test_a_reused_mask_costs_few_launches():
+    found, _ = counts(BLOCKS, Interval(STEPS + 1))
+    assert all(launches <= 3 for _, launches in found[1:]), [launches for _, launches in found]
+    found, _ = counts(BLOCKS, TMR(delta=1e9))
+    assert all(launches <= 20 for _, launches in found[1:]), [launches for _, launches in found]
+
+
+def test_statistics_of_a_gpu_arrive_late_but_whole():
+    with fake_gpu():
+        engine = Engine(HeartConfig(BLOCKS, 0.6, Interval(2), dense_steps=0, force_sparse=True, kernel="triton"), 1, H)
+        q, k, v = (OnGpu(torch.randn(1, H, N, D).bfloat16()) for _ in range(3))
+        for step in range(3):
+            engine.attend(
+                CallContext(layer=0, layers=1, step=step, branch="c"), q, k, v, F.scaled_dot_product_attention
+            )
+        stats = engine.stats(wait=True).to_dict()
+        assert stats["calls"] == 3 and 0 < stats["density"] < 1
+        engine.reset()
+        assert engine.stats().to_dict()["calls"] == 3
