@@ -122,6 +122,24 @@ def run_interpreter() -> list[dict[str, Any]]:
 # ----- the page
 
 
+WAITING = """
+## Waiting and memory
+
+A pretended GPU (`tests/helpers/fake_gpu.py`: tensors that say they are on a GPU and compute on the CPU) counts in the test
+suite what makes the host wait in a sparse call, and fails on operations that mix tensors of both places. Blocks through
+the Triton kernel: TMR waits once, for its decision, whether masks are reused or not; `Interval` and `Warmup` never wait.
+Clusters wait once more in calls that make a plan. Densities reach the host one call late, by copies that nobody waits
+for, so the first call on a GPU decides dense or sparse by an expected density. A reused block mask takes 2 launches
+without drift and 17 to 21 with it (`tests/online/test_read_backs.py`).
+
+Resident on the device over all layers and both guidance branches, on paper (`benchmarks/memory.py --real --heads 0`):
+Wan2.1-14B at 75,600 tokens XAttention 0.14 GB, SVG2 300 × 1,000 1.09 GB, 600 × 2,000 1.45 GB; centroids (2.1 and 4.3 GB)
+wait in the computer's own memory. Plans over 400 MB in all are not kept but made from packed masks and labels at each
+call; kept, they would be 1.3 GB for blocks and 3 GB for clusters.
+
+"""
+
+
 def page(
     usages: list[Usage], failed: list[str], checks: list[dict[str, Any]], cudnn: list[dict[str, Any]] | None = None
 ) -> str:
@@ -131,7 +149,7 @@ def page(
     )
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     parts = [INTRODUCTION, f"Written by `make gpu-evidence` on {today} with {versions}, Python {platform.python_version()}, ",
-             f"{platform.system()} {platform.machine()}; {_gpu()}.\n\n", serving_table(), "\n## Interpreter\n\n",
+             f"{platform.system()} {platform.machine()}; {_gpu()}.\n\n", serving_table(), WAITING, "## Interpreter\n\n",
              "| kernel | shape | largest difference | allowed | |\n|---|---|---|---|---|\n"]  # fmt: skip
     parts += [
         f"| {c['kernel']} | {c['shape']} | {c['error']:.1e} | {c['limit']:.0e} | {_word(c['passes'])} |\n"

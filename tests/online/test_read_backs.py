@@ -7,6 +7,8 @@ from fake_gpu import OnGpu, fake_gpu
 
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.config import HeartConfig
+from heart_attention.kernels.triton_attention import KERNEL
+from heart_attention.masks import BlockMask, ClusterMask
 from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 from heart_attention.online.reuse import TMR, Interval, Warmup
@@ -81,3 +83,28 @@ def test_statistics_of_a_gpu_arrive_late_but_whole():
         assert stats["calls"] == 3 and 0 < stats["density"] < 1
         engine.reset()
         assert engine.stats().to_dict()["calls"] == 3
+
+
+@pytest.mark.parametrize("kind", ["block", "cluster"])
+@pytest.mark.parametrize("rest", ["drop", "mean"])
+def test_plans_with_room_list_the_same(kind, rest):
+    g = torch.Generator().manual_seed(1)
+    flags = torch.rand(1, 3, 6, 6, generator=g) < 0.4
+    flags[..., 0] = True
+    labels = torch.randint(0, 5, (1, 3, N), generator=g).to(torch.int16)  # the sixth cluster is empty
+    want = KERNEL.plan(BlockMask(flags, 16, N, N) if kind == "block" else ClusterMask(flags, labels, labels), rest)
+    with fake_gpu():
+        there, named = OnGpu(flags), OnGpu(labels)
+        mask = BlockMask(there, 16, N, N) if kind == "block" else ClusterMask(there, named, named)
+        plan = KERNEL.plan(mask, rest)
+    kept = int(want.counts.sum())
+    assert torch.equal(plan.cols.inner[:kept], want.cols)
+    work, rows = plan.extra[f"work{plan.extra['rows']}"].inner, plan.extra["rows"]
+    assert torch.equal(_sorted(work[work[:, 1] < work[:, 2]]), _sorted(want.extra[f"work{rows}"]))
+    if kind == "cluster":
+        assert all(torch.equal(plan.extra[name].inner, want.extra[name]) for name in ("runs", "run_ptr"))
+
+
+def _sorted(work):
+    """Tiles in the order of their heads and queries."""
+    return work[(work[:, 0].long() * N + work[:, 1]).argsort()]
