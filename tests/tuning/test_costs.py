@@ -40,7 +40,7 @@ def test_the_command_writes_a_table_that_a_config_takes(monkeypatch, tmp_path, c
     assert main.main(words) == 0
     table = cost_model.load(path)
     assert table.digest in capsys.readouterr().out
-    assert Engine(HeartConfig(cost_table=path), 1, 2).costs == table
+    assert Engine(HeartConfig(cost_table=path), 1, 2).payoff.costs == table
     assert main.main([*words, "--rounds", "0"]) == 1
 
 

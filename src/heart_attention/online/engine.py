@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..backbones.base import Backbone
 from ..config import HeartConfig
 from ..errors import HeartError
 from ..kernels.ops.transfer import Reading
 from ..masks import Mask, Text
-from . import agreement, cost_model, reuse, thresholds, warmup
+from . import reuse, thresholds, warmup
 from .call import CallContext, Dense, Handler
-from .cost_model import CostTable, Share
-from .layer_state import EXPECTED_DENSITY, HeadGroup, LayerState, Request
+from .cost_model import CostTable
+from .layer_state import HeadGroup, LayerState, Request
+from .payoff import TOO_FEW, Payoff
 from .points import GroupSpec, ModelPoints, restrict
 from .predict import predict_some
 from .stats import Recorder, Row, Stats, Timer
@@ -33,8 +33,6 @@ from .stats import Recorder, Row, Stats, Timer
 log = logging.getLogger(__name__)
 
 PLAN_BYTES = 400 << 20  # of all layers and both branches; larger plans are not kept but made at each call
-TOO_FEW = "not worth it: too few tokens"
-LONGEST_WAIT = 16  # calls after which a layer that runs dense is looked at again
 
 
 class Engine(Handler):
@@ -56,12 +54,11 @@ class Engine(Handler):
         config.reuse.check(layers)
         if config.kernel != "auto":
             kernels.choose(name=config.kernel)  # raises with the reasons if it cannot serve here at all
-        self.costs = costs if costs is not None or config.cost_table is None else cost_model.load(config.cost_table)
         self.steps: Callable[[], int | None] = lambda: None  # steps of a generation, where a pipeline tells
+        self.payoff = Payoff(config, self.points, self.recorder, lambda: self.steps(), costs)
         self._states: dict[tuple, LayerState] = {}
         self._last: dict[tuple, int | None] = {}
         self._kernels: dict[tuple, Any] = {}
-        self._too_few: set[tuple] = set()  # layers and shapes at which no mask can pay: nothing more is asked of them
         self._dense_steps: warmup.DenseSteps | None = None  # of this generation, chosen at its first call
         self._first_forward = True
         self._prepared = False  # whether what kernels need is built: it must not count as a call's time
@@ -69,7 +66,7 @@ class Engine(Handler):
     def set_thresholds(self, value: Any) -> None:
         """Other thresholds from now on (any form a config takes); masks made with the old ones are dropped."""
         self.points.set_thresholds(value)
-        self._too_few.clear()
+        self.payoff.forget()
 
     # ---------------------------------------- handler
 
@@ -207,7 +204,7 @@ class Engine(Handler):
             item = slice(None) if alike else slice(i, i + 1)
             request = self._request(one, q[item], k[item], v[item], timer, text)
             state = self._state(request)
-            if not self._for_layer(request, self._cannot_pay(request, state)):
+            if not self.payoff.for_layer(request, self.payoff.cannot_pay(request, state)):
                 self._decide(request, state)
                 self._refresh(request, state)
 
@@ -246,19 +243,19 @@ class Engine(Handler):
         return Request(call, q, k, v, timer, text, heads, phase=self.points.phase(call.sigma))
 
     def _sparse_call(self, request: Request, dense: Dense) -> tuple[Tensor | None, str]:
-        if self._place(request) in self._too_few:
+        if self.payoff.known_hopeless(request):
             return None, TOO_FEW
         state = self._state(request)
         if state.wait > 0:
             state.wait -= 1
             return None, state.reason
         if not state.calls:
-            reason = self._for_layer(request, self._cannot_pay(request, state))
+            reason = self.payoff.for_layer(request, self.payoff.cannot_pay(request, state))
             if reason:
-                return None, self._postpone(state, reason)
+                return None, self.payoff.postpone(state, reason)
         self._decide(request, state)
         self._refresh(request, state)
-        reason = self._verdict(request, state)
+        reason = self.payoff.verdict(request, state)
         if reason:
             return None, reason
         return self._run(request, state, dense), ""
@@ -283,7 +280,7 @@ class Engine(Handler):
         return state
 
     def _group(self, spec: GroupSpec, places: list[int], n: int) -> HeadGroup:
-        backbone = self._fitted(spec.backbone, n).for_rest(spec.rest)
+        backbone = self.payoff.fitted(spec.backbone, n).for_rest(spec.rest)
         return HeadGroup(spec, backbone, places, backbone.new_state())
 
     # ---------------------------------------- which heads refresh
@@ -371,109 +368,6 @@ class Engine(Handler):
         if not q.is_cuda:  # on a GPU the next call takes them: by then they have arrived, and nobody waits
             group.settle()
         group.kernel = self._kernel(q, mask, group.spec.rest, group.backbone.visits)
-
-    # ---------------------------------------- dense or sparse
-
-    def _cannot_pay(self, request: Request, state: LayerState) -> str:
-        """Why not even a good mask would be quicker than dense; asked before anything is predicted.
-
-        It looks at all heads of the layer, on whatever rank they are, so that all ranks answer alike.
-        """
-        if self.config.force_sparse:
-            return ""
-        table = self._table(request.q)
-        if table is None:
-            return ""  # the verdict after prediction says why
-        rate = state.refresh_rate(self.config.reuse.expected_refresh)
-        if not table.pays(*table.seconds(self._layer_shares(request, 0.0), rate)):
-            if request.call.all_reduce is None:  # ranks ask each time, so that all of them make the same calls
-                self._too_few.add(self._place(request))
-            return TOO_FEW
-        steps = self.steps()
-        likely = self._layer_shares(request, EXPECTED_DENSITY)
-        if steps and not table.first_pays(likely, rate, steps - request.step):
-            return "not worth it: the first clustering would not be won back"
-        return ""
-
-    def _place(self, request: Request) -> tuple:
-        """All that the question depends on whether even the best mask would pay."""
-        return request.call.transformer, request.call.layer, request.phase, request.q.shape
-
-    def _layer_shares(self, request: Request, at_least: float) -> list[Share]:
-        """All heads of the layer, each keeping the least it can, but not less than `at_least`."""
-        call, (batch, _, n, dim) = request.call, request.q.shape
-        shares = []
-        for group in self.points.groups(call.transformer, request.phase, call.layer):
-            backbone = self._fitted(group.backbone, n).for_rest(group.rest)
-            least = max(backbone.least_density(n), at_least)
-            cost = sum(1.0 if tau >= 1 else least for tau in group.tau) / len(group.tau)
-            shares.append(Share((batch, len(group.tau), n, dim), backbone, group.rest, cost))
-        return shares
-
-    def _verdict(self, request: Request, state: LayerState) -> str:
-        """Why this layer runs dense although masks were predicted; empty if sparse pays. The same on all ranks."""
-        served = all(group.kernel is not None for group in state.groups if group.packed is not None)
-        state.calls += 1
-        if self.config.force_sparse or any(group.backbone.learns for group in state.groups):  # who learns must compute
-            return "" if served else "no kernel serves here"
-        reason = "" if served else "no kernel serves here"
-        shares, refreshed = self._measured_shares(request, state)
-        if state.calls > 1:
-            state.refreshed += refreshed
-        table = self._table(request.q)
-        rate = state.refresh_rate(self.config.reuse.expected_refresh)
-        if not reason and table is not None and not table.pays(*table.seconds(shares, rate)):
-            reason = "not worth it: the masks keep too much"
-        reason = self._for_layer(request, reason)
-        if reason:
-            return self._postpone(state, reason)
-        state.patience = 1
-        return ""
-
-    def _measured_shares(self, request: Request, state: LayerState) -> tuple[list[Share], float]:
-        """All heads of the layer as their masks are, and the share of heads refreshed, over all ranks."""
-        assert request.refresh is not None
-        call, (batch, _, n, dim) = request.call, request.q.shape
-        layer = self.points.groups(call.transformer, request.phase, call.layer)
-        place = {group.heads[0]: i for i, group in enumerate(layer)}
-        owner = {head: place[group.heads[0]] for group in layer for head in group.heads}
-        sums = [0.0] * len(layer)
-        for head, cost in zip(request.heads, state.per_head("cost").mean(0).tolist()):
-            sums[owner[head]] += cost
-        refreshed = float(request.refresh.double().mean(0).sum())
-        refreshed, heads, *sums = agreement.over_ranks(
-            call, request.q.device, [refreshed, float(len(request.heads)), *sums]
-        )
-        shares = []
-        for group, total in zip(layer, sums):
-            backbone = self._fitted(group.backbone, n).for_rest(group.rest)
-            shares.append(Share((batch, len(group.heads), n, dim), backbone, group.rest, total / len(group.heads)))
-        return shares, refreshed / heads
-
-    def _fitted(self, backbone: Backbone, n: int) -> Backbone:
-        """The backbone with cluster counts for `n` tokens, where the config wants that."""
-        return backbone.scaled_to(n) if self.config.scale_clusters else backbone
-
-    def _for_layer(self, request: Request, reason: str) -> str:
-        """The reason, if any rank has one, why the layer runs dense. Forced, each rank is free: none leaves early."""
-        return reason if self.config.force_sparse else agreement.agreed(request.call, request.q.device, reason)
-
-    def _postpone(self, state: LayerState, reason: str) -> str:
-        """Run dense and look again later, less and less often."""
-        state.reason = reason
-        state.wait, state.patience = state.patience, min(2 * state.patience, LONGEST_WAIT)
-        return reason
-
-    def _table(self, q: Tensor) -> CostTable | None:
-        """The table in force; None where no kernel serves at all."""
-        if self.costs is None:
-            try:
-                kernel = kernels.choose(None, q, self.config.kernel)
-            except HeartError:
-                return None
-            self.costs = cost_model.shipped(cost_model.kind_of(q.device, kernel.name))
-        self.recorder.costs = {"kind": self.costs.kind, "origin": self.costs.origin, "digest": self.costs.digest}
-        return self.costs
 
     # ---------------------------------------- attention
 
