@@ -7,7 +7,7 @@ SVG2's clustering from scratch, seeded): a *family*. A threshold only decides ho
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,15 @@ class Family:
     backbone: Backbone
     order: str
     members: tuple[int, ...]
+
+
+class ChosenPoints:
+    """A spec with only the points that a layer's heads have chosen, and the choice in those terms."""
+
+    def __init__(self, spec: Spec, row: Sequence[int]):
+        used = sorted({c for c in row if c != DENSE}) or [0]
+        self.spec = replace(spec, points=tuple(spec.points[c] for c in used))
+        self.choice = [used.index(c) if c != DENSE else DENSE for c in row]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from ...errors import HeartError
 from ...kernels.ops.backward import attention_backward, serves
 from . import draws
 from . import velocity_error as errors
-from .candidates import DENSE, ItemMasks, Spec, Trials
+from .candidates import DENSE, ChosenPoints, ItemMasks, Spec, Trials
 from .replay import Replay, Stream, frozen
 from .trajectory import Context
 
@@ -112,7 +112,7 @@ def verify(
     """The true joint error, realised sparsity and cost of an assignment in one context: plain forwards."""
     seen: list[Tensor] = []  # of every call [2, H]: sparsity and cost of each head at its own point
     outputs = []
-    rows = [_ChosenPoints(spec, row) for row in choice]
+    rows = [ChosenPoints(spec, row) for row in choice]
     for branch in context.branches:
 
         def serve(call: Any, q: Tensor, k: Tensor, v: Tensor, dense: Any, name: str = branch.name) -> Tensor:
@@ -132,15 +132,6 @@ def verify(
         "sparsity": by_layer[:, 0].tolist(),
         "cost": by_layer[:, 1].tolist(),
     }
-
-
-class _ChosenPoints:
-    """A spec with only the points that a layer's heads have chosen, and the choice in those terms."""
-
-    def __init__(self, spec: Spec, row: Sequence[int]):
-        used = sorted({c for c in row if c != DENSE}) or [0]
-        self.spec = replace(spec, points=tuple(spec.points[c] for c in used))
-        self.choice = [used.index(c) if c != DENSE else DENSE for c in row]
 
 
 def _at_choice(trials: Trials, choice: Sequence[int]) -> Tensor:

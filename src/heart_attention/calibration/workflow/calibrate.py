@@ -13,6 +13,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from .tasks import CalibrationWorker, Task, set_up
 __all__ = ["Settings", "calibrate", "measure", "run"]
 
 SUFFIX = ".heart.json"
-SENSITIVITY_PROMPTS = 1  # prompts on which phases are weighed: relative effects hardly differ between them
+SENSITIVITY_PROMPTS = 2  # prompts on which phases are weighed
 
 
 def calibrate(
@@ -130,24 +131,33 @@ def measure(
         contexts = draw_contexts(settings, layers, heads, document.get("served"))
         runner.trajectories(settings, contexts)
         document["grid"] = grid_of(experts.chosen(pipe, settings.transformer), store, contexts)
-        runner.phases = _weighed(settings, phases, runner, document)
-        case = case_of(pipe, settings, runner.phases, document)
+        case = case_of(pipe, settings, phases, document)
+        case = replace(case, phases=_weighed(case, runner, contexts, document))
         outcome = BY_NAME[settings.method](case, contexts, runner)
         verification = verification_of(case, contexts, runner, outcome)
     return case, outcome, verification, document
 
 
-def _weighed(settings: Settings, phases: Phases, runner: Runner, document: dict[str, Any]) -> Phases:
-    """Phases weighed by what noise in each does to the final latent."""
+def _weighed(case: Case, runner: Runner, contexts: Contexts, document: dict[str, Any]) -> Phases:
+    """Phases weighed by what the reference's velocity error in each does to the final latent."""
+    phases, settings = case.phases, case.settings
     if phases.count == 1:
         return phases
     levels, first, last = document["noise_levels"], phases.intervals[0][0], phases.intervals[-1][1]
     edges = (levels[first], *phases.sigmas, levels[last])
     tasks = [
-        Task("sensitivity", p, text=text, edges=edges) for p, text in enumerate(settings.prompts[:SENSITIVITY_PROMPTS])
+        Task("effects", p, text=text, edges=edges, choice=case.shared[0])
+        for p, text in enumerate(settings.prompts[:SENSITIVITY_PROMPTS])
     ]
-    effects = [records[0] for records in runner.records("phase weights", tasks)]
-    return phases.weighed(np.mean(effects, axis=0))
+    effects = np.mean([records[0] for records in runner.records("phase weights", tasks)], axis=0)
+    rows = runner.verified("verifying, start", contexts.calibration, case.shared)
+    errors = case.phase_means(contexts.calibration, [row["error"] for row in rows])
+    if not effects.all() or not errors.all():
+        raise HeartError(
+            f"phases cannot be weighed: in one of them the reference τ {settings.taus[settings.reference]:g} leaves nothing "
+            "out; give a lower shared threshold, or one phase"
+        )
+    return phases.weighed(effects / errors)
 
 
 def case_of(pipe: Any, settings: Settings, phases: Phases, document: dict[str, Any]) -> Case:

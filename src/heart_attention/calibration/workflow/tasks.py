@@ -21,17 +21,17 @@ from .store import digest
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work: `kind` is "trajectory", "sensitivity", "probe", "gradient" or "verify"."""
+    """One piece of work: `kind` is "trajectory", "effects", "probe", "gradient" or "verify"."""
 
     kind: str
     prompt: int
     step: int = -1
-    text: str = ""  # trajectory, sensitivity: the prompt
-    edges: tuple[float, ...] = ()  # sensitivity: noise levels that bound the phases
+    text: str = ""  # trajectory, effects: the prompt
+    edges: tuple[float, ...] = ()  # effects: noise levels that bound the phases
     steps: tuple[int, ...] = ()  # trajectory: which are kept
     wanted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # probe: heads of each layer
     null: bool = False  # probe: the floor is measured with the first layer of the context
-    choice: tuple[tuple[int, ...], ...] = ()  # gradient, verify: the assignment
+    choice: tuple[tuple[int, ...], ...] = ()  # effects, gradient, verify: the assignment
 
     def names(self) -> list[str]:
         """The records that this task makes, in order."""
@@ -46,7 +46,7 @@ class Task:
     @property
     def data_key(self) -> tuple[int, int] | None:
         """The context that the task works on; whole generations are made from nothing."""
-        return None if self.kind in ("trajectory", "sensitivity") else (self.prompt, self.step)
+        return None if self.kind in ("trajectory", "effects") else (self.prompt, self.step)
 
     def without(self, done: set[str]) -> Task:
         """What is left of the task when some records are there."""
@@ -86,12 +86,12 @@ class CalibrationWorker(Worker[Task]):
         if task.kind == "trajectory":
             yield task.names()[0], self._trajectory(task)
             return
-        if task.kind == "sensitivity":
+        if task.kind == "effects":
             job = self.job
-            yield (
-                task.names()[0],
-                phase_effects(self.pipe, self.replay, task.prompt, task.text, job.call, job.seed, task.edges),
+            effects = phase_effects(
+                self.pipe, self.replay, job.spec, task.choice, task.prompt, task.text, job.call, job.seed, task.edges
             )
+            yield task.names()[0], effects
             return
         assert data is not None
         context = trajectory.from_bytes(data).to(next(self.transformer.parameters()).device)
