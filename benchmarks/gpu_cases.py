@@ -34,6 +34,8 @@ def cases(sizes: tuple[int, ...] = (64, 128)) -> Iterator[Case]:
         ):
             yield attention_case(d, "bf16", name, block, gathered)
             yield attention_case(d, "bf16", f"{name}, rest as means", block, gathered, rest=True)
+        yield attention_case(d, "bf16", "blocks, rest with its mass", 128, False, rest=True, share=True)
+        yield attention_case(d, "bf16", "clusters, rest with its mass", 0, True, rest=True, share=True)
         yield attention_case(d, "bf16", "blocks of 64", 64, False)
         yield attention_case(d, "bf16", "blocks, log-sums", 128, False, sums=True)
         yield attention_case(d, "bf16", "clusters, log-sums", 0, True, sums=True)
@@ -43,9 +45,13 @@ def cases(sizes: tuple[int, ...] = (64, 128)) -> Iterator[Case]:
 
 
 def attention_case(
-    d: int, dtype: str, name: str, block: int, gathered: bool, sums: bool = False, rest: bool = False
-) -> Case:
-    """Attention over equal blocks (block > 0) or clusters; `sums`: with log-sums, as calibration runs it."""
+    d: int, dtype: str, name: str, block: int, gathered: bool, sums: bool = False, rest: bool = False,
+    share: bool = False,
+) -> Case:  # fmt: skip
+    """Attention over equal blocks (block > 0) or clusters; `sums`: with log-sums, as calibration runs it.
+
+    `share`: with the rest's share of each query's mass, as the engine asks for it.
+    """
     from heart_attention.kernels import triton_attention as attention
 
     def config(target: str) -> attention.Config:
@@ -53,11 +59,11 @@ def attention_case(
         return attention.config_for(target, d, 4 if dtype == "fp32" else 2, rows, gathered, block)
 
     pointers = {f"{x}_ptr": f"*{dtype}" for x in ("q", "k", "v", "k_mean", "v_mean")}
-    pointers |= {"out_ptr": "*fp32" if sums else f"*{dtype}", "lse_ptr": "*fp32" if sums else "*i32"}
+    pointers |= {"out_ptr": "*fp32" if sums else f"*{dtype}", "lse_ptr": "*fp32" if sums or share else "*i32"}
     lists = {f"{x}_ptr": "*i32" for x in ("work", "list", "q_perm", "k_perm", "rest")} | {"bias_ptr": "*fp32"}
     return Case(
         f"attention, {name}", "attention", "attention", d, dtype, {**pointers, **lists, "scale_log2": "fp32"},
-        {"D": d, "D_PAD": d, "BLOCK": block, "RUN": attention.RUN, "PERM": gathered, "LSE": sums, "REST": rest,
+        {"D": d, "D_PAD": d, "BLOCK": block, "RUN": attention.RUN, "PERM": gathered, "LSE": sums, "REST": rest, "SHARE": share,
          "PRECISION": attention.PRECISION},
         lambda target: attention.launch_options(config(target).warps, config(target).stages),
         lambda target: _tiles(config(target)), lambda target: _tile_types(config(target), d, dtype),

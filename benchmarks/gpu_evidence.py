@@ -95,6 +95,10 @@ def interpreter_errors() -> list[dict[str, Any]]:
         mask = SVG2(6, 12, min_ratio=0.2, init_iters=3).predict(q, k, 0.5)
         row("attention, clusters", f"N=150 D={d} 6 × 12 clusters", attend(mask, q, k, v))
         row("attention, clusters, rest as means", f"N=150 D={d} 6 × 12 clusters", attend(mask, q, k, v, "mean"))
+        shares = [torch.empty(mask.shape) for _ in range(2)]
+        for kernel, share in zip((eager.KERNEL, triton_attention.KERNEL), shares):
+            kernel.run(kernel.plan(mask, "mean"), q, k, v, mass=share)
+        row("mass of the rest, clusters", f"N=150 D={d} 6 × 12 clusters", float((shares[0] - shares[1]).abs().max()))
         got = triton_predict.xattention_scores(q, k, 16, 64)
         row(
             "XAttention scores",

@@ -91,6 +91,23 @@ def test_the_rest_as_means(n, clustered, block, block_k, density, tail, ordered,
 
 
 @few
+@given(
+    n=st.integers(1, 140), clustered=st.booleans(), density=st.sampled_from([0.0, 0.3, 1.0]), tail=st.integers(0, 9),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_the_mass_of_the_rest(n, clustered, density, tail, seed):
+    g = generator(seed)
+    mask = random_clusters(g, n, 5, 30, density) if clustered else random_blocks(g, n, 16, density, tail=tail)
+    q, k, v = qkv(g, n if clustered else n + tail, 20)
+    for rest in ("drop", "mean"):
+        want, got = torch.full((1, 2), -1.0), torch.full((1, 2), -1.0)
+        plain = kernels.run(triton_attention.KERNEL.plan(mask, rest), q, k, v)
+        kernels.run(eager.KERNEL.plan(mask, rest), q, k, v, mass=want)
+        assert torch.equal(kernels.run(triton_attention.KERNEL.plan(mask, rest), q, k, v, mass=got), plain)
+        assert (got - want).abs().max() <= 1e-6
+
+
+@few
 @given(n=st.integers(1, 90), clustered=st.booleans(), seed=st.integers(0, 99))
 def test_what_is_kept_and_the_rest_alone_add_up(n, clustered, seed):
     g = generator(seed)

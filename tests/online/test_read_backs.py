@@ -71,9 +71,11 @@ def test_a_reused_mask_costs_few_launches():
     assert all(launches <= 20 for _, launches in found[1:]), [launches for _, launches in found]
 
 
-def test_statistics_of_a_gpu_arrive_late_but_whole():
+@pytest.mark.parametrize("rest", ["drop", "mean"])
+def test_statistics_of_a_gpu_arrive_late_but_whole(rest):
     with fake_gpu():
-        engine = Engine(HeartConfig(BLOCKS, 0.6, Interval(2), dense_steps=0, force_sparse=True, kernel="triton"), 1, H)
+        config = HeartConfig(BLOCKS, 0.6, Interval(2), dense_steps=0, force_sparse=True, kernel="triton", rest=rest)
+        engine = Engine(config, 1, H)
         q, k, v = (OnGpu(torch.randn(1, H, N, D).bfloat16()) for _ in range(3))
         for step in range(3):
             engine.attend(
@@ -81,6 +83,9 @@ def test_statistics_of_a_gpu_arrive_late_but_whole():
             )
         stats = engine.stats(wait=True).to_dict()
         assert stats["calls"] == 3 and 0 < stats["density"] < 1
+        mass = stats["records"][0]["rest_mass"][0]
+        told = [value is not None for step in mass for value in step]
+        assert len(told) == 3 * H and all(told) == any(told) == (rest == "mean")
         engine.reset()
         assert engine.stats().to_dict()["calls"] == 3
 

@@ -127,6 +127,7 @@ class Triton(Kernel):
 
     name = "triton"
     log_sums = True
+    rest_mass = True
 
     def reasons_on(self, call: Call) -> list[str]:
         """Why it would not serve such a call on such a GPU; empty if it would."""
@@ -176,8 +177,12 @@ class Triton(Kernel):
         scale: float | None = None,
         mass: Tensor | None = None,
     ) -> Tensor:
-        """Attention over what the plan keeps, [B, H, N, D]."""
-        return self._run(plan, q, k, v, torch.empty_like(q) if out is None else out, scale, None)
+        """Attention over what the plan keeps, [B, H, N, D]; with `mass`, the kernel writes each query's share too."""
+        share = None if mass is None or plan.rest_ptr is None else torch.zeros(q.shape[:3], device=q.device)
+        out = self._run(plan, q, k, v, torch.empty_like(q) if out is None else out, scale, None, share)
+        if mass is not None:
+            mass.copy_(torch.zeros_like(mass) if share is None else share[:, :, : plan.n_q].mean(-1))
+        return out
 
     def run_part(self, mask: Any, q: Tensor, k: Tensor, v: Tensor, rest: str = "drop") -> tuple[Tensor, Tensor]:
         """Attention over a part of each query's keys, possibly none: outputs [B, H, N, D] and log-sums [B, H, N].
@@ -190,14 +195,22 @@ class Triton(Kernel):
         return self._run(self._plan(mask, rest, part=True), q, k, v, out, None, lse), lse
 
     def _run(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float | None, lse: Tensor | None
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        scale: float | None,
+        lse: Tensor | None,
+        share: Tensor | None = None,
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         reasons = _reasons_launch(plan, q, k, v, out)
         if reasons:
             raise HeartError(f"the triton kernel cannot run this: {'; '.join(reasons)}")
-        launch(plan, q, k, v, out, scale, lse)
+        launch(plan, q, k, v, out, scale, lse, share)
         if plan.tail:  # whole in every part: equal outputs stay what they are, however they are weighed
             n = plan.n_q
             out[:, :, n:] = F.scaled_dot_product_attention(q[:, :, n:], k[:, :, n:], v[:, :, n:], scale=scale)
@@ -306,8 +319,20 @@ def _kept_range(plan: Plan) -> tuple[Tensor, Tensor]:
     return first, first + plan.counts.reshape(-1)
 
 
-def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, lse: Tensor | None = None) -> None:
-    """Start the device kernel over the plan's work list; `lse` [B, H, N] takes the log-sums."""
+def launch(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    scale: float,
+    lse: Tensor | None = None,
+    share: Tensor | None = None,
+) -> None:
+    """Start the device kernel over the plan's work list.
+
+    `lse` [B, H, N] takes the log-sums, or `share` [B, H, N] each query's mass in the approximated part: not both.
+    """
     from . import triton_code
 
     d, rest, gathered = q.shape[-1], plan.rest_ptr is not None, plan.q_perm is not None
@@ -322,14 +347,15 @@ def launch(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: floa
     tiles = _descriptors(plan, k, v, config.block_n, d_pad) if config.tiled else None
     means = _means(plan, k, v) if rest else (work, work, work, work)
     triton_code.attention[(len(work),)](
-        q, k, v, *(tiles or (None, None)), out, work if lse is None else lse, work,
+        q, k, v, *(tiles or (None, None)), out, _first(lse, share, work), work,
         plan.extra["runs"] if plan.kind == "cluster" else plan.cols,
         work if plan.q_perm is None else plan.q_perm, work if plan.k_perm is None else plan.k_perm, *means,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         _step(plan.q_perm), _step(plan.k_perm), _step(plan.extra.get("bias")),
         q.shape[1], plan.n_k, plan.k_starts.shape[-1] - 1, q.shape[2], max(scale, SMALLEST_SCALE) * LOG2E,
         D=d, D_PAD=d_pad, BLOCK=plan.extra["block"], RUN=RUN, PERM=gathered, LSE=lse is not None, REST=rest,
-        TILED=tiles is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=PRECISION,
+        SHARE=share is not None, TILED=tiles is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        PRECISION=PRECISION,
         **launch_options(config.warps, config.stages),
     )  # fmt: skip
 
@@ -350,6 +376,11 @@ def _means(plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     from .ops.triton_predict import group_means
 
     return group_means(plan, k), group_means(plan, v), plan.extra["bias"], plan.rest_cols
+
+
+def _first(*tensors: Tensor | None) -> Tensor:
+    """The first that is there."""
+    return next(x for x in tensors if x is not None)
 
 
 def _step(x: Tensor | None) -> int:

@@ -56,7 +56,8 @@ def attention(
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, q_perm_step, k_perm_step, bias_step,
     heads, n_k, groups, lse_step, scale_log2,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, PERM: tl.constexpr, LSE: tl.constexpr,
-    REST: tl.constexpr, TILED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    REST: tl.constexpr, SHARE: tl.constexpr, TILED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a query row against the keys that row keeps, with an online softmax.
 
@@ -67,6 +68,7 @@ def attention(
     TILED: k_tiles and v_tiles are tensor descriptors of [B, H, n_k, D] with tiles of BLOCK_N keys.
     LSE: the log of each query's sum is written too, and a query may have no key at all.
     REST: what the row leaves out counts too, as group means [B·H, groups, D] with the log2 of their sizes as bias.
+    SHARE (with REST, without LSE): the share of each query's sum that these means have is written in place of log-sums.
     """
     item = work_ptr + tl.program_id(0) * 7
     bh = tl.load(item)
@@ -135,6 +137,8 @@ def attention(
             v = rows_of(v_base, ki, svn, d, ok, True, D, D_PAD)
             acc, mass, top = absorb(q, tl.trans(k), v, ok, ok, acc, mass, top, scale_log2, True, False, PRECISION)
     if REST:
+        kept = mass
+        kept_top = top
         r1 = tl.load(item + 6)
         mean_step = bh.to(tl.int64) * groups * D
         for first in range(tl.load(item + 5), r1, BLOCK_N):
@@ -144,6 +148,9 @@ def attention(
             k = rows_of(k_mean_ptr + mean_step, group, D, d, ok, True, D, D_PAD)
             v = rows_of(v_mean_ptr + mean_step, group, D, d, ok, True, D, D_PAD)
             acc, mass, top = absorb(q, tl.trans(k), v, ok, bias, acc, mass, top, scale_log2, True, True, PRECISION)
+        if SHARE:
+            share = 1.0 - kept * tl.math.exp2(kept_top - top) / mass
+            tl.store(lse_ptr + bh.to(tl.int64) * lse_step + qi, share, mask=m_ok)
     if LSE:
         tl.store(lse_ptr + bh.to(tl.int64) * lse_step + qi, (top + tl.math.log2(mass)) * 0.6931471805599453, mask=m_ok)
         mass = tl.where(mass == 0.0, 1.0, mass)

@@ -412,9 +412,10 @@ class Engine(Handler):
         """The group's plan on its heads; its backbone may have a say in how the kernel goes through it."""
         if group.backbone.visits:
             return self._run_visit(request, group, q, k, v, out)
-        group.rest_mass = self._mass(group, q)
-        more = {} if group.rest_mass is None else {"mass": group.rest_mass}
-        return group.kernel.run(group.plan, q, k, v, out=out, **more)
+        mass = self._mass(group, q)
+        result = group.kernel.run(group.plan, q, k, v, out=out, **({} if mass is None else {"mass": mass}))
+        group.rest_mass = None if mass is None else Reading(mass)
+        return result
 
     def _run_visit(self, request: Request, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         """As the backbone wants it visited; it is told what the heads that refresh saw, for the mask of the next call."""
@@ -446,19 +447,20 @@ class Engine(Handler):
             heads=request.heads if len(request.heads) < self.heads or call.heads else None,
             refreshed=request.refresh.float().mean(0).tolist(),
             drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
-            rest_mass=state.rest_mass(),
             kernel="+".join(dict.fromkeys(g.kernel.name for g in state.groups if g.kernel is not None)),
         )
-        if all(group.reading is None for group in state.groups):
+        under_way = request.q.is_cuda and any(group.rest_mass is not None for group in state.groups)
+        if not under_way and all(group.reading is None for group in state.groups):
             self._settle(state)
 
     def _settle(self, state: LayerState) -> None:
-        """Take over densities that were under way from a GPU, and tell the recorder of the call that they belong to."""
+        """Take over figures that were under way from a GPU, and tell the recorder of the call that they belong to."""
         for group in state.groups:
             group.settle()
         if state.late is not None:
             state.late.density = state.per_head("density").mean(0).tolist()
             state.late.cost = state.per_head("cost").mean(0).tolist()
+            state.late.rest_mass = state.rest_mass()
             self.recorder.add(state.late)
             state.late = None
 

@@ -39,7 +39,7 @@ class HeadGroup:
     density: Tensor | None = None  # float64 [B, h]
     cost: Tensor | None = None  # float64 [B, h]: kept and approximated keys
     reading: Reading | None = None  # both of the present mask, on their way from a GPU
-    rest_mass: Tensor | None = None  # fp32 [B, h]: share of softmax mass in the approximated part, of the last call
+    rest_mass: Reading | None = None  # fp32 [B, h]: share of softmax mass in the approximated part, of the last call
 
     def settle(self) -> None:
         """Take over densities and costs that were under way."""
@@ -81,7 +81,8 @@ class LayerState:
     @property
     def ready(self) -> bool:
         """Whether nothing is under way from a GPU any more."""
-        return all(group.reading is None or group.reading.ready for group in self.groups)
+        under_way = [reading for group in self.groups for reading in (group.reading, group.rest_mass)]
+        return all(reading is None or reading.ready for reading in under_way)
 
     def refresh_rate(self, expected: float) -> float:
         """Share of masks to be predicted at a coming step: what was seen, leaning on an expectation at first."""
@@ -95,7 +96,7 @@ class LayerState:
         out = torch.zeros(self.cached.shape[1])
         for group in self.groups:
             if group.rest_mass is not None:
-                out[group.places] = group.rest_mass.mean(0).cpu()
+                out[group.places] = group.rest_mass.values().mean(0)
         return out.tolist()
 
     def per_head(self, values: str) -> Tensor:
