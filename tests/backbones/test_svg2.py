@@ -1,10 +1,13 @@
 """SVG2: k-means against its words, private randomness, warm starts, text clusters, and the laws of a predictor."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import heart_attention as heart
 from heart_attention import backbones
 from heart_attention.backbones import SVG2, kmeans
 from heart_attention.errors import HeartError
@@ -182,6 +185,39 @@ def test_warm_start_goes_on_from_stored_centroids(path):
     assert (7, 0) in state.centroids
     state.clear()
     assert torch.equal(small.predict(q, k, 0.8, state).k_labels, small.predict(q, k, 0.8).k_labels)
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_the_last_dense_step_seeds_the_first_sparse_one(warm_up):
+    """Three steps, two of them dense, all masks predicted anew: where the centroids of the third come from."""
+    backbone = replace(small, warm_up=warm_up)
+    steps = [[*inputs(seed, 90), inputs(seed + 50, 90)[0]] for seed in range(3)]
+    made = heart.HeartConfig(backbone, 0.8, heart.Always(), dense_steps=2, force_sparse=True, scale_clusters=False)
+    engine = heart.Engine(made, layers=1, heads=2)
+    outs = [heart.attention(*qkv, (0, step, ""), engine) for step, qkv in enumerate(steps)]
+    state = backbone.new_state()
+    if warm_up:
+        small.predict(*steps[1][:2], 0.8, state, key=(0, "", 0))  # step 1, from random tokens
+    mask = small.predict(*steps[2][:2], 0.8, state, key=(0, "", 0))
+    (group,) = next(iter(engine._states.values())).groups
+    assert torch.equal(group.packed.unpack().k_labels, mask.k_labels)
+    assert torch.equal(group.memory.centroids[0, 1][1], state.centroids[0, 1][1])
+    assert engine.stats()["dense_calls"] == 2
+    for step in range(2):
+        dense = torch.nn.functional.scaled_dot_product_attention(*steps[step])
+        assert torch.equal(outs[step], dense)
+
+
+def test_clusters_of_the_last_dense_step_are_reused_where_drift_allows():
+    backbone = replace(small, warm_up=True)
+    made = heart.HeartConfig(backbone, 0.8, heart.Interval(9), dense_steps=1, force_sparse=True, scale_clusters=False)
+    engine = heart.Engine(made, layers=1, heads=2)
+    q, k = inputs(3, 90)
+    for step in range(3):
+        heart.attention(q * (1 + step), k, k, (0, step, ""), engine)
+    assert engine.stats()["refresh_rate"] == 0
+    (group,) = next(iter(engine._states.values())).groups
+    assert torch.equal(group.packed.unpack().k_labels, small.predict(q, k, 0.8, key=(0, "", 0)).k_labels)
 
 
 def test_centroids_of_another_size_are_no_start():

@@ -22,6 +22,7 @@ from .base import (
     Shape,
     State,
     Thresholds,
+    check_flag,
     check_positive,
     check_qk,
     check_seed,
@@ -86,6 +87,8 @@ class SVG2(Backbone):
         seed: of the private generator that draws the random tokens.
         rank: "mass" keeps the heaviest clusters until they reach the share τ of the mass (the paper's rule); "error"
             keeps those whose approximation would cost most for each key, until they hold the share τ of all keys.
+        warm_up: also cluster at the last dense step of the warm-up: the first sparse step goes on from those centroids by
+            `step_iters`, or reuses the whole where drift allows.
     """
 
     q_clusters: int = _BY_RANK
@@ -95,6 +98,7 @@ class SVG2(Backbone):
     step_iters: int = 2
     seed: int = 0
     rank: str = "mass"
+    warm_up: bool = False
 
     name: ClassVar[str] = "svg2"
     default_delta: ClassVar[float] = 8.0  # the paper's, on Wan
@@ -111,6 +115,7 @@ class SVG2(Backbone):
         if self.min_ratio is not None:
             check_share(owner, min_ratio=self.min_ratio)
         check_seed(owner, self.seed)
+        check_flag(owner, warm_up=self.warm_up)
         if max(self.q_clusters, self.k_clusters) > torch.iinfo(torch.int16).max - 2:
             raise HeartError(
                 f"{type(self).__name__} got {max(self.q_clusters, self.k_clusters)} clusters: labels are 16-bit, "
@@ -145,6 +150,11 @@ class SVG2(Backbone):
     def first_prediction_factor(self) -> float:
         """The first clustering starts from random tokens and takes more iterations."""
         return self.init_iters / self.step_iters
+
+    @property
+    def warms_up(self) -> bool:
+        """As its setting says."""
+        return self.warm_up
 
     @property
     def least_ratio(self) -> float:
