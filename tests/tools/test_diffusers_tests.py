@@ -1,5 +1,7 @@
 """The script that runs diffusers' own tests with HEART on, on a checkout of three tests."""
 
+import pytest
+
 from tools import diffusers_tests
 
 CHECKOUT = """
@@ -31,6 +33,25 @@ def test_that_heart_breaks():
 """
 
 
+def test_outcomes_and_what_differs(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        "<testsuites><testsuite><testcase classname='a' name='x'/><testcase classname='a' name='y'><skipped/></testcase>"
+        "<testcase classname='a' name='z'><failure/></testcase><testcase classname='b' name='x'><error/></testcase>"
+        "</testsuite></testsuites>"
+    )
+    found = diffusers_tests.outcomes(report)
+    assert found == {"a::x": "passed", "a::y": "skipped", "a::z": "failed", "b::x": "failed"}
+    assert diffusers_tests.compare({**found, "a::z": "passed", "c::x": "passed"}, found) == ["a::z", "c::x"]
+
+
+def test_a_folder_without_tests_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        diffusers_tests.main([str(tmp_path)])
+    assert "holds no tests of video models: give a checkout of diffusers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_what_passes_only_without_heart_is_told(tmp_path, capfd):
     (tmp_path / "test_wan.py").write_text(CHECKOUT)
     assert diffusers_tests.main([str(tmp_path), "--files", "test_wan.py"]) == 1
@@ -39,6 +60,7 @@ def test_what_passes_only_without_heart_is_told(tmp_path, capfd):
     assert "passes only without HEART: test_wan::test_that_heart_breaks" in told
 
 
+@pytest.mark.slow
 def test_the_same_set_passes(tmp_path, capfd):
     (tmp_path / "test_wan.py").write_text(CHECKOUT)
     assert diffusers_tests.main([str(tmp_path), "--files", "test_wan.py", "--", "-k", "not breaks"]) == 0
