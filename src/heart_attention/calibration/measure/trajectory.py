@@ -159,24 +159,59 @@ def _affine_fit(parts: list[torch.Tensor], target: torch.Tensor) -> list[float]:
 
 
 class _Watch:
-    """Collects the forwards of one generation and cuts them into steps where the scheduler does."""
+    """Collects the forwards of one generation and cuts them into steps where the scheduler does.
 
-    def __init__(self, transformer: torch.nn.Module, wanted: set[int], keep: Callable[[Context], None], prompt: int):
+    Under a cache (`layers` of attention are then counted) a wanted step at which half of the attention or less runs is
+    measured at the next one that does run, or at the last.
+    """
+
+    def __init__(
+        self,
+        transformer: torch.nn.Module,
+        wanted: set[int],
+        keep: Callable[[Context], None],
+        prompt: int,
+        layers: int = 0,
+    ):
         self.transformer, self.wanted, self.keep, self.prompt = transformer, wanted, keep, prompt
-        self.step, self.name = 0, ""
+        self.step, self.name, self.layers = 0, "", layers
         self.calls: list[tuple[str, dict[str, Any], torch.Tensor]] = []  # branch, arguments, output
+        self.attended = 0  # attention calls of this step
+        self.due: list[int] = []  # wanted steps that a cache left out
+        self.latest: Context | None = None  # of the last step that ran, under a cache
 
     def start(self, call: Any) -> None:
         self.name = str(call.branch)
 
     def after_forward(self, module: Any, args: tuple, kwargs: dict, output: Any) -> None:
-        if self.step in self.wanted:
+        if self.layers or self.step in self.wanted:
             self.calls.append((self.name, _named(self.transformer, args, kwargs), _first(output)))
 
+    def attend(self, call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: Callable) -> torch.Tensor:
+        """Dense attention, counted."""
+        self.attended += 1
+        return dense(q, k, v)
+
     def scheduler_step(self, velocity: torch.Tensor) -> None:
-        if self.step in self.wanted and self.calls:
+        if self.layers:
+            self._under_a_cache(velocity)
+        elif self.step in self.wanted and self.calls:
             self.keep(self._context(velocity))
-        self.step, self.calls = self.step + 1, []
+        self.step, self.calls, self.attended = self.step + 1, [], 0
+
+    def _under_a_cache(self, velocity: torch.Tensor) -> None:
+        if self.step in self.wanted and self.calls:
+            self.due.append(self.step)
+        if self.calls and 2 * self.attended > self.layers * len(self.calls):
+            self.latest = self._context(velocity)
+            self.settle()
+
+    def settle(self) -> None:
+        """Keep the latest context for all steps that wait for one."""
+        if self.latest is not None:
+            for step in self.due:
+                self.keep(replace(self.latest, step=step))
+            self.due = []
 
     def _context(self, velocity: torch.Tensor) -> Context:
         weights = fit_guidance([out for *_, out in self.calls], velocity)
@@ -238,18 +273,19 @@ def _watching(pipe: Any, replay: Replay, watch: _Watch) -> Iterator[None]:
 
 def record(
     pipe: Any, replay: Replay, prompt: int, text: str, steps: Sequence[int], call: Mapping[str, Any], seed: int,
-    keep: Callable[[Context], None],
+    keep: Callable[[Context], None], cached: bool = False,
 ) -> None:  # fmt: skip
     """Generate once, dense, and hand each wanted step's context to `keep`.
 
     `prompt` numbers the prompt `text`; `call` goes to the pipeline as it is; the start noise belongs to
-    (seed, prompt) alone.
+    (seed, prompt) alone. `cached`: a cache is on, and steps that it leaves out are not measured.
     """
     wanted = {int(s) for s in steps}
     generator = torch.Generator("cpu").manual_seed(draws.torch_seed(seed, "noise", prompt))
-    watch = _Watch(replay.transformer, set(wanted), keep, prompt)
-    with _watching(pipe, replay, watch), replay.handler.serving(None), quiet(pipe):
+    watch = _Watch(replay.transformer, set(wanted), keep, prompt, len(replay.layers) if cached else 0)
+    with _watching(pipe, replay, watch), replay.handler.serving(watch.attend if cached else None), quiet(pipe):
         pipe(prompt=text, generator=generator, output_type="latent", **call)
+    watch.settle()
     if watch.step <= max(wanted):
         raise HeartError(
             f"the pipeline took {watch.step} steps but step {max(wanted)} is to be measured: give the number of steps "

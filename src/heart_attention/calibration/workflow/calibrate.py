@@ -25,6 +25,7 @@ from ...backbones import Backbone
 from ...errors import HeartError
 from ...execution.executor import Executor, LocalExecutor
 from ...models import family_of
+from ...models.inspect import transformers_of
 from ...online import cost_model
 from .. import experts, file
 from ..measure import draws, trajectory
@@ -75,6 +76,7 @@ def calibrate(
         workers: how many Ray workers; None: as many as the cluster can hold.
         settings: fields of `Settings`: method, budget, candidates, contexts, rounds, seed, dense_steps, transformer …
     """
+    transformers_of(pipe)  # what is no pipeline is refused
     target = None if out is None else out_path(out)
     chosen = settings_for(pipe, backbone, prompts, held_out, call, settings)
     with _work_folder(work, target) as folder:
@@ -224,6 +226,7 @@ def to_file(case: Case, outcome: Outcome, verification: dict[str, Any], document
     measured |= {"budget": str(settings.budget)}
     if "served" in document:
         measured |= {"transformer": settings.transformer, "served": document["served"]}
+    measured |= {"cache": document["cache"]} if "cache" in document else {}
     if case.times is not None:
         extra["time"] = case.times.to_dict()
     order = {} if isinstance(settings.order, str) else {"order": settings.order}  # of every head

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...models.caches import Cache
 from .. import experts, file
 from ..measure import draws, gradient
 from .phases import noise_levels
@@ -62,6 +63,7 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
     transformer, served = experts.chosen(pipe, settings.transformer), None
     if experts.are_two(pipe):
         served = list(experts.served(pipe, settings.transformer, settings.steps))
+    cache = Cache(transformer).to_dict()
     return {
         "model": file.fingerprint(transformer),
         "dtype": str(transformer.dtype).removeprefix("torch."),
@@ -72,4 +74,5 @@ def plan(pipe: Any, settings: Settings) -> dict[str, Any]:
         "versions": file.versions(),
         **({} if settings.method == "probes" else {"estimator": gradient.ESTIMATOR}),
         **({} if served is None else {"served": served}),
+        **({} if cache is None else {"cache": cache}),
     }

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import HeartError
 from ...execution.executor import Record, Worker
+from ...models.caches import Cache
 from .. import experts
 from ..measure import gradient, probes, trajectory
 from ..measure import velocity_error as errors
@@ -69,17 +70,24 @@ class Job:
 
 
 class CalibrationWorker(Worker[Task]):
-    """Runs calibration tasks on a pipeline's transformer."""
+    """Runs calibration tasks on a pipeline's transformer.
+
+    A cache that is on (see `models.caches`) stays on in whole generations, so that contexts are those that come up with it;
+    single forwards are measured without.
+    """
 
     def __init__(self, pipe: Any, job: Job):
         self.pipe, self.job = pipe, job
         self.measure = errors.by_name(job.error, **job.error_settings)
         self.transformer = experts.chosen(pipe, job.transformer)
+        self.cache = Cache(self.transformer)
+        self.cache.off()  # before the replay's own forwards of blocks are put in place: it wraps them when it is on
         self.replay = Replay(self.transformer, scheduler=pipe.scheduler)
 
     def close(self) -> None:
         """Give the model back as it was."""
         self.replay.close()
+        self.cache.on()
 
     def run(self, task: Task, data: bytes | None) -> Iterator[Record]:
         """Do a task; `data` is its context. Records come as they are finished."""
@@ -88,9 +96,9 @@ class CalibrationWorker(Worker[Task]):
             return
         if task.kind == "effects":
             job = self.job
-            effects = phase_effects(
-                self.pipe, self.replay, job.spec, task.choice, task.prompt, task.text, job.call, job.seed, task.edges
-            )
+            with self.cache.running():
+                at = (task.prompt, task.text, job.call, job.seed, task.edges)
+                effects = phase_effects(self.pipe, self.replay, job.spec, task.choice, *at)
             yield task.names()[0], effects
             return
         assert data is not None
@@ -115,15 +123,13 @@ class CalibrationWorker(Worker[Task]):
             raise HeartError(f"there is no calibration task of kind {task.kind!r}")
 
     def _trajectory(self, task: Task) -> dict[int, bytes]:
-        contexts: dict[int, bytes] = {}
-
-        def keep(context: trajectory.Context) -> None:
-            contexts[context.step] = trajectory.to_bytes(context)
-
-        with torch.no_grad():
+        found: list[trajectory.Context] = []
+        with torch.no_grad(), self.cache.running():
             trajectory.record(
-                self.pipe, self.replay, task.prompt, task.text, task.steps, self.job.call, self.job.seed, keep
-            )
+                self.pipe, self.replay, task.prompt, task.text, task.steps, self.job.call, self.job.seed, found.append,
+                bool(self.cache),
+            )  # fmt: skip
+        contexts = {c.step: trajectory.to_bytes(self._whole(c) if self.cache else c) for c in found}
         missing = sorted(set(task.steps) - set(contexts))
         if missing:
             raise HeartError(
@@ -131,6 +137,13 @@ class CalibrationWorker(Worker[Task]):
                 "number of steps that this one serves"
             )
         return contexts
+
+    def _whole(self, context: trajectory.Context) -> trajectory.Context:
+        """The context with what the transformer answers when nothing is taken from a cache."""
+        device = next(self.transformer.parameters()).device
+        with torch.no_grad(), self.replay.handler.serving(None):
+            outputs = [self.replay.forward(b.inputs).cpu() for b in context.to(device).branches]
+        return replace(context, branches=tuple(replace(b, output=o) for b, o in zip(context.branches, outputs)))
 
 
 def set_up(load: Callable[[], Any], job: Job) -> CalibrationWorker:
