@@ -368,6 +368,24 @@ def test_wrong_configs_touch_nothing():
     assert snapshot(pipe.transformer) == state
 
 
+@pytest.mark.parametrize("changes, sentence", [
+    ({"thresholds": 90}, "thresholds is 90: 1 or more means dense attention"),
+    ({"reuse": heart.TMR(delta=-1)}, "TMR's delta is -1: below 0 no mask is ever reused"),
+    ({"reuse": heart.TMR(relative=math.inf)}, "TMR's relative is inf: masks of the first sparse step are never"),
+])  # fmt: skip
+def test_values_that_mean_something_else_are_said_aloud(changes, sentence, caplog):
+    model = transformer()
+    with heart.enabled(model, config(**changes)):
+        assert sentence in caplog.text and sentence in str(heart.stats(model))
+    caplog.clear()
+    with heart.enabled(model, config()):
+        assert not caplog.text
+
+
+def test_calibrating_what_is_no_pipeline():
+    refuses("NoneType has no transformer", heart.calibrate, None)
+
+
 def test_a_calibration_with_another_fingerprint_is_refused():
     class Calibrated(ThresholdSource):
         thresholds = [[0.5] * HEADS] * LAYERS

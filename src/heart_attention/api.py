@@ -60,6 +60,8 @@ def enable(model: Any, config: ConfigLike = "xattention", *, compile_blocks: boo
     engine = Engine(chosen, layers, heads, len(transformers))
     if note:
         engine.recorder.notes.append(note)
+    for sentence in chosen.oddities():
+        engine.recorder.warn(sentence)
     if inspect.is_pipeline(model):
         pipe = weakref.ref(model)
         engine.steps = lambda: getattr(getattr(pipe(), "scheduler", None), "num_inference_steps", None)

@@ -152,6 +152,14 @@ class HeartConfig:
         """How many of the first steps are dense in a generation of `steps`, as far as the number alone tells."""
         return warmup.first_steps(self.dense_steps, steps)
 
+    def oddities(self) -> list[str]:
+        """A sentence for each value that is allowed and means something else than it may have been meant to."""
+        told = []
+        if isinstance(self.thresholds, float) and self.thresholds > 1:
+            told.append(f"thresholds is {self.thresholds:g}: 1 or more means dense attention; shares go from 0 to 1")
+        told += self.reuse.oddities()
+        return told
+
     def replace(self, **changes: Any) -> HeartConfig:
         """A copy with some fields changed."""
         return replace(self, **_renamed(changes, stacklevel=3))

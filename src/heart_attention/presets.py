@@ -11,12 +11,14 @@ from . import backbones, tiny
 from .backbones import EAR, PISA, SVG, SVG2, Band, ExactMass, Lite, Radial, Sparge, XAttention
 from .config import HeartConfig
 from .errors import HeartError
+from .files import read_json
 from .online.reuse import TMR
 from .tiny import NATIVE
 
 log = logging.getLogger(__name__)
 
 HEART = "heart"  # every head at an operating point of its own: a calibration, not a preset
+SHIPPED_HEART = {"tiny": f"{HEART}.heart.json", "tiny-student": "student.heart.json"}  # such calibrations, by model
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,19 @@ def preset(name: str, model: Any = None) -> HeartConfig:
 
 
 def shipped_heart(model: Any) -> str:
-    """The calibration of operating points that ships for this pipeline or transformer; none is an error that tells how."""
+    """The calibration of operating points that ships for this pipeline or transformer; none is an error that tells how.
+
+    The embedded model and its few-step student differ in their weights' values alone.
+    """
+    from .calibration.fingerprint import values_digest
+
     transformer = getattr(model, "transformer", None) or model
-    path = Path(tiny.path()).parent / "calibrations" / f"{HEART}.heart.json"
-    if transformer is not None and identify(transformer) == "tiny" and path.is_file():
-        return str(path)
+    folder = Path(tiny.path()).parent / "calibrations"
+    if transformer is not None and identify(transformer) == "tiny":
+        digest = values_digest(transformer)
+        for path in (folder / name for name in SHIPPED_HEART.values()):
+            if path.is_file() and digest in (None, read_json(path)["model"]["values_digest"]):
+                return str(path)
     raise HeartError(
         f"no calibration of operating points ships for this {type(transformer).__name__}: make one with `heart calibrate "
         "--model MODEL --points default --budget time=0.25 --out mine.heart.json` and enable that file"
@@ -162,8 +172,10 @@ def find_preset(name: str, model: Any = None) -> tuple[HeartConfig, str]:
     if name in PRESETS:
         return PRESETS[name].config, ""
     if name not in backbones.names():
-        known = ", ".join([*backbones.names(), *PRESETS])
-        raise HeartError(f"there is no preset {name[:60]!r}: give a .json file or one of {known}")
+        raise HeartError(
+            f"there is no preset {name[:60]!r}: give a backbone ({', '.join(backbones.names())}), a .json file, or one that "
+            "heart info --presets lists"
+        )
     transformer = getattr(model, "transformer", None) or model
     known_as = identify(transformer, getattr(model, "transformer_2", None) is not None)
     for candidate in PRESETS.values():

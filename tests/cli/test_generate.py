@@ -54,6 +54,8 @@ def test_compiling_is_announced(command, tmp_path, caplog, monkeypatch):
 @pytest.mark.parametrize("words, sentence", [
     (["--preset", "svg2", "--calibration", str(JOINT)], "is a calibration for xattention but --preset is svg2"),
     (["--preset", "magic"], "there is no preset 'magic'"),
+    (["--preset", "xattention@90"], "90"),
+    (["--dense", "--preset", "svg2"], "--dense is without HEART"),
     (["--calibration", "nowhere.heart.json"], "there is no file"),
     (["--steps", "0"], "must be 1 or more"),
     (["--size", "big"], "WIDTHxHEIGHT"),
@@ -61,6 +63,11 @@ def test_compiling_is_announced(command, tmp_path, caplog, monkeypatch):
     (["--fps", "0"], "--fps is 0"),
     (["--dense-steps", "-2"], "--dense-steps is -2"),
     (["--image", "nowhere.png"], "there is no picture"),
+    (["--image", "notes.txt"], "'notes.txt' is not a picture that can be read"),
+    (["--out", "notes.txt/v.mp4"], "notes.txt' is a file"),
+    (["--out", "taken.gif"], "it is a folder"),
+    (["--guidance", "nan"], "--guidance is nan"),
+    (["--preset", "heart", "--model", "owner/name"], "needs a calibration of operating points"),
     (["--dtype", "float8"], "--dtype is 'float8'"),
     (["--device", "cuda"], "no CUDA device"),
     (["--model", "folder"], "model_index.json"),
@@ -74,10 +81,12 @@ def test_wrong_arguments_are_told_before_anything_is_loaded(words, sentence, cap
         pytest.skip("there is a CUDA device")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "taken.gif").mkdir()
+    (tmp_path / "notes.txt").write_text("no picture")
     monkeypatch.setattr(pipelines, "load", lambda *a: pytest.fail("loaded"))
     assert main.main(["generate", "--prompt", "x", *words]) == 1
     error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1 and sentence in error[0]
+    assert len(error) == 1 and sentence in error[0] and len(error[0]) <= 320
 
 
 def test_an_option_that_the_pipeline_does_not_take_is_named(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,24 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise HeartError(f"--{name.replace('_', '-')} is {value}: it must be {least} or more")
-    if args.image and not Path(args.image).is_file():
-        raise HeartError(f"there is no picture {args.image!r}: check the path")
+    if args.dense and (args.preset or args.calibration):
+        raise HeartError("--dense is without HEART: leave --preset and --calibration out, or --dense")
+    if args.guidance is not None and not math.isfinite(args.guidance):
+        raise HeartError(f"--guidance is {args.guidance}: give a number, 1 for none")
+    if args.image:
+        _picture(args.image)
+
+
+def _picture(path: str) -> Any:
+    """The picture in a file; what is none is told."""
+    from PIL import Image
+
+    if not Path(path).is_file():
+        raise HeartError(f"there is no picture {path!r}: check the path")
+    try:
+        return Image.open(path).convert("RGB")
+    except OSError:  # PIL's own error for what it does not know is one
+        raise HeartError(f"{path!r} is not a picture that can be read: give a PNG, JPEG or WebP file") from None
 
 
 def _config_source(args: argparse.Namespace) -> Any:
@@ -194,6 +211,8 @@ def _config_source(args: argparse.Namespace) -> Any:
     if not args.calibration:
         name = args.preset or "xattention"
         if name.partition("@")[0] == methods.HEART:
+            if not Path(args.model).is_dir():  # a folder may hold the embedded model
+                methods.check([name], {}, args.model)
             return name
         backbone = _backbone_of(name)
         return (methods.shipped_calibration(backbone, args.model) if backbone == name else None) or name
@@ -207,10 +226,14 @@ def _config_source(args: argparse.Namespace) -> Any:
 
 
 def _backbone_of(name: str) -> str:
-    """The backbone that a preset, config file or backbone's name stands for."""
+    """The backbone that a preset, config file or backbone's name stands for, a threshold after "@" left out."""
+    from ..calibration.solve.budget import Budget
     from ..config import HeartConfig
     from ..presets import PRESETS, find_preset
 
+    name, at, budget = name.partition("@")
+    if at:
+        Budget.named(budget, "threshold")
     if name.endswith(".json"):
         return HeartConfig.load(name).backbone.name
     return PRESETS[name].config.backbone.name if name in PRESETS else _known(name, find_preset)
@@ -234,9 +257,7 @@ def _more(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
     if args.negative_prompt is not None:
         more["negative_prompt"] = args.negative_prompt
     if args.image:
-        from PIL import Image
-
-        more["image"] = Image.open(args.image).convert("RGB")
+        more["image"] = _picture(args.image)
     taken = inspect.signature(type(pipe).__call__).parameters
     for name in more:
         if name not in taken:

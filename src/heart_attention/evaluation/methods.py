@@ -95,14 +95,16 @@ def sort_calibrations(paths: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def shipped_calibration(backbone: str, model: str, kind: str = "joint") -> str | None:
-    """The calibration of that kind which the package carries for its embedded model, if there is one."""
-    if model != "tiny":
-        return None
+    """The calibration of that kind which the package carries for its embedded model or its student, if there is one."""
     from .. import tiny
+    from ..presets import SHIPPED_HEART
 
-    name = f"{backbone}-paper.heart.json" if kind == "paper" else f"{backbone}.heart.json"  # heart.heart.json: points
-    path = Path(tiny.path()).parent / "calibrations" / name
-    return str(path) if path.is_file() else None
+    if backbone == HEART:
+        name = SHIPPED_HEART.get(model)
+    else:
+        name = f"{backbone}{'-paper' if kind == 'paper' else ''}.heart.json" if model == "tiny" else None
+    path = Path(tiny.path()).parent / "calibrations" / name if name else None
+    return str(path) if path is not None and path.is_file() else None
 
 
 def shipped_rows(full: bool = False) -> tuple[str, ...]:

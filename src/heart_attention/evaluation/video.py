@@ -29,9 +29,13 @@ def to_uint8(frames) -> np.ndarray:
 
 
 def check_suffix(path: str | os.PathLike) -> Path:
-    """The path, if its ending is one that `write` knows."""
+    """The path, if its ending is one that `write` knows and it can lie where it is meant to."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise HeartError(f"a video cannot be written to {str(path)!r}: give a name that ends in {', '.join(SUFFIXES)}")
+    there = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    if Path(path).is_dir() or not there.is_dir():
+        taken = "it is a folder" if Path(path).is_dir() else f"{str(there)!r} is a file"
+        raise HeartError(f"a video cannot be written to {str(path)!r}: {taken}, give another name")
     return Path(path)
 
 

@@ -127,6 +127,10 @@ class Policy:
     def check(self, layers: int) -> None:
         """Raise if the policy does not fit a model of so many layers."""
 
+    def oddities(self) -> list[str]:
+        """A sentence for each setting that is allowed and may have been meant otherwise."""
+        return []
+
     def to_dict(self) -> dict[str, Any]:
         """Settings as JSON types."""
         return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
@@ -201,6 +205,20 @@ class TMR(Policy):
     def wants_norm(self) -> bool:  # type: ignore[override]
         """Only a relative bound is a share of the anchor's norm."""
         return self.relative is not None
+
+    def oddities(self) -> list[str]:
+        """Bounds that make the policy another one."""
+        name = "delta" if self.relative is None else "relative"
+        value = getattr(self, name)
+        if isinstance(value, tuple):
+            return []
+        if value < 0:
+            return [f"TMR's {name} is {value:g}: below 0 no mask is ever reused, as with Always()"]
+        return (
+            [f"TMR's {name} is inf: masks of the first sparse step are never predicted anew"]
+            if value == math.inf
+            else []
+        )
 
     def limit(self, layer: int) -> float:
         """The bound on the drift (absolute or relative) that holds in this layer."""
