@@ -40,6 +40,10 @@ POINTS = {
     "clusters, 7 % exact, 10 first iterations": Point(replace(C, init_iters=10), 0.07, "mean"),
     "clusters, 10 % exact": Point(C, 0.1, "mean"),
     "clusters, 20 % exact": Point(C, 0.2, "mean"),
+    "equal groups of 8, 10 % exact": Point(replace(C, equal_groups=8), 0.1, "mean"),
+    "equal groups of 16, 10 % exact": Point(replace(C, equal_groups=16), 0.1, "mean"),
+    "equal groups of 64, 10 % exact": Point(replace(C, equal_groups=64), 0.1, "mean"),
+    "equal groups of 64, 20 % exact": Point(replace(C, equal_groups=64), 0.2, "mean"),
 }
 
 

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from heart_attention import kernels
+from heart_attention.backbones import SVG2
 from heart_attention.errors import HeartError
 from heart_attention.kernels import eager, flex
 from heart_attention.masks import BlockMask, ClusterMask
@@ -29,6 +30,12 @@ def random_blocks(gen, n, block=BLOCK, density=0.3, heads=HEADS, **more):
     return BlockMask(blocks, block, n, n, **more)
 
 
+def equal_groups(gen, n):
+    """Clusters cut into equal groups: another order for queries and for keys of every head."""
+    q, k, v = qkv(gen, n)
+    return SVG2(5, 9, min_ratio=0, init_iters=2, rank="error", equal_groups=BLOCK).predict(q, k, 0.3, v=v)
+
+
 def difference(mask, x, rest="drop", **more):
     want = eager.KERNEL.run(eager.KERNEL.plan(mask, rest), *x, **more)
     got = flex.KERNEL.run(flex.KERNEL.plan(mask, rest), *x, **more)
@@ -46,6 +53,7 @@ def test_shapes_tails_and_orders_with_one_compilation(gen):
     several = torch.stack([torch.randperm(90, generator=gen) for _ in range(2)])
     own = torch.tensor([[1, 0]], dtype=torch.int8)
     assert difference(random_blocks(gen, 90, order=several, order_of=own), qkv(gen, 90)) <= 2e-6
+    assert difference(equal_groups(gen, 90), qkv(gen, 90)) <= 2e-6
     assert counters["stats"]["unique_graphs"] == 0, "a mask or a length must not compile anew"
 
 
@@ -64,6 +72,7 @@ def test_the_rest_as_means(gen):
     counters.clear()
     for density in (0.0, 0.5, 1.0):
         assert difference(random_blocks(gen, 300, density=density), qkv(gen, 300), "mean") <= 2e-6
+    assert difference(equal_groups(gen, 300), qkv(gen, 300), "mean") <= 2e-6
     assert counters["stats"]["unique_graphs"] == 0, "a mask must not compile anew"
     q, k, v = qkv(gen, 300)
     k, v = (x[:, :, torch.arange(300) // BLOCK * BLOCK] for x in (k, v))  # constant inside groups: the means are exact

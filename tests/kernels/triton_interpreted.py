@@ -90,6 +90,15 @@ def test_the_rest_as_means(n, clustered, block, block_k, density, tail, ordered,
     check(mask, *qkv(g, n + tail, 20), rest="mean")
 
 
+@pytest.mark.parametrize("rest", ["drop", "mean"])
+def test_clusters_cut_into_equal_groups(rest):
+    q, k, v = qkv(generator(3), 150, 32)
+    backbone = SVG2(6, 12, min_ratio=0.0, init_iters=2, rank="error", equal_groups=64)
+    mask = backbone.predict(q, k, 0.5, v=v)
+    assert mask.kind == "block" and mask.density().max() < 1
+    check(mask, q, k, v, rest=rest)
+
+
 @few
 @given(
     n=st.integers(1, 140), clustered=st.booleans(), density=st.sampled_from([0.0, 0.3, 1.0]), tail=st.integers(0, 9),

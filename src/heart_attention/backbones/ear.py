@@ -66,6 +66,8 @@ class EAR(SVG2):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("EAR", min_ratio=self.min_ratio)
+        if self.equal_groups is not None:
+            raise HeartError(f"EAR got equal_groups={self.equal_groups}: it routes clusters, take SVG2(rank='error')")
         if self.rank != "mass":
             raise HeartError(f"EAR got rank={self.rank!r}: its rule is error per cost, leave rank out")
         if isinstance(self.gamma, bool) or not isinstance(self.gamma, int | float) or not 0 <= self.gamma < math.inf:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..errors import HeartError
 from ..kernels.ops.transfer import to_host
-from ..masks import ClusterMask, Text, count_labels
+from ..masks import ClusterMask, GroupMask, Text, count_labels
+from ..masks.group import cut_in_groups
 from .base import (
     Backbone,
     Key,
@@ -33,6 +34,7 @@ from .base import (
     tokens,
 )
 from .cluster_rank import RANKS, by_mass, by_share, cluster_mass, cluster_stats, error_per_key, keep_by_error
+from .cluster_walk import walk
 from .kmeans import Clusters, lloyd_heads, random_tokens
 
 PAPER_RATIO = 0.10  # the least share of key clusters, of the original
@@ -89,6 +91,8 @@ class SVG2(Backbone):
             keeps those whose approximation would cost most for each key, until they hold the share τ of all keys.
         warm_up: also cluster at the last dense step of the warm-up: the first sparse step goes on from those centroids by
             `step_iters`, or reuses the whole where drift allows.
+        equal_groups: tokens sorted by cluster are cut into groups of so many, 64 or 128 for GPU kernels that take equal
+            blocks, and masks are between these groups; None leaves clusters as they are.
     """
 
     q_clusters: int = _BY_RANK
@@ -99,6 +103,7 @@ class SVG2(Backbone):
     seed: int = 0
     rank: str = "mass"
     warm_up: bool = False
+    equal_groups: int | None = None
 
     name: ClassVar[str] = "svg2"
     default_delta: ClassVar[float] = 8.0  # the paper's, on Wan
@@ -116,6 +121,8 @@ class SVG2(Backbone):
             check_share(owner, min_ratio=self.min_ratio)
         check_seed(owner, self.seed)
         check_flag(owner, warm_up=self.warm_up)
+        if self.equal_groups is not None:
+            check_positive(owner, equal_groups=self.equal_groups)
         if max(self.q_clusters, self.k_clusters) > torch.iinfo(torch.int16).max - 2:
             raise HeartError(
                 f"{type(self).__name__} got {max(self.q_clusters, self.k_clusters)} clusters: labels are 16-bit, "
@@ -177,7 +184,13 @@ class SVG2(Backbone):
 
     def least_density(self, n: int) -> float:
         """The share of clusters that is always kept."""
-        return self.least_ratio or min(1.0, 1 / self.k_clusters)
+        one = 1 / self.k_clusters if self.equal_groups is None else self.equal_groups / n
+        return self.least_ratio or min(1.0, one)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and settings, for JSON; equal groups only where they are asked for."""
+        settings = super().to_dict()
+        return settings if self.equal_groups is not None else {k: v for k, v in settings.items() if k != "equal_groups"}
 
     @torch.no_grad()
     def predict(
@@ -217,10 +230,43 @@ class SVG2(Backbone):
                     kept.append(clusters.centroids)
                 if state is not None:
                     state.put(places[b][h], [clusters.centroids for clusters in pair])
+        both = [torch.stack(kept).unflatten(0, (batch, n_heads)) for kept in centroids]
+        if self.equal_groups is not None:
+            mask = self._cut(mask, both, self.equal_groups)
         if bool((tau < 1).any()):
-            both = [torch.stack(kept).unflatten(0, (batch, n_heads)) for kept in centroids]
             self._choose(mask, self._rank(mask, q, k, v, both), tau)
         return mask
+
+    def _cut(self, mask: ClusterMask, centroids: list[Tensor], group: int) -> GroupMask:
+        """Tokens in the order of a walk through their clusters, cut into equal groups; the prompt comes last."""
+        text, tail = mask.text, 0 if mask.text is None else mask.text.unused
+        if text is not None and tail and text.end != mask.n_q:
+            raise HeartError(
+                f"unused text slots end at token {text.end} of {mask.n_q}: equal groups can leave them out only at the end"
+            )
+        labels = []
+        for own, points in zip((mask.q_labels, mask.k_labels), centroids):
+            own = own[..., : own.shape[-1] - tail].long()
+            place = torch.nn.functional.pad(walk(points), (0, 1), value=points.shape[-2])  # and the prompt's
+            labels.append(cut_in_groups(place.gather(-1, own), group))
+        shape = (-(-x.shape[-1] // group) for x in labels)
+        kept = torch.ones(*mask.shape, *shape, dtype=torch.bool, device=mask.device)
+        return GroupMask(kept, labels[0], labels[1], text, group, tail)
+
+    def _counts(self, mask: ClusterMask) -> tuple[int, int]:
+        """Groups of queries and of keys that are chosen: clusters of video, or all equal groups."""
+        if isinstance(mask, GroupMask):
+            return mask.map.shape[2], mask.map.shape[3]
+        return self.q_clusters, self.k_clusters
+
+    def _write(self, mask: ClusterMask, kept: Tensor, tau: Tensor) -> None:
+        """What is kept between groups of video; τ ≥ 1 keeps everything, and the prompt's groups are always linked."""
+        rows, columns = self._counts(mask)
+        mask.map[:, :, :rows, :columns] = kept | (tau >= 1).to(mask.device)[..., None, None]
+        if isinstance(mask, GroupMask) and mask.text is not None:
+            rows_with = mask._holding(mask.row_of(), rows, "prompt", mask.n_q)
+            columns_with = mask._holding(mask.group_of(), columns, "prompt", mask.n_k)
+            mask.map.logical_or_(rows_with.unsqueeze(-1) | columns_with.unsqueeze(-2))
 
     @torch.no_grad()
     def predict_many(
@@ -258,10 +304,11 @@ class SVG2(Backbone):
         if self.rank == "mass":
             self._choose(fresh, self._rank(mask, q, k, v), tau)
             return fresh
-        at_least = max(1, int(self.least_ratio * self.k_clusters))
-        counts = (self.q_clusters, self.k_clusters)
-        kept = keep_by_error(q, k, self._values(v), mask.q_labels, mask.k_labels, *counts, tau, at_least)
-        fresh.map[:, :, : counts[0], : counts[1]] = kept | (tau >= 1).to(mask.device)[..., None, None]
+        counts, v = self._counts(mask), self._values(v)
+        at_least = max(1, int(self.least_ratio * counts[1]))
+        q, k, v = q[:, :, : mask.n_q], k[:, :, : mask.n_k], v[:, :, : mask.n_k]
+        kept = keep_by_error(q, k, v, mask.q_labels, mask.k_labels, *counts, tau, at_least)
+        self._write(fresh, kept, tau)
         return fresh
 
     def _values(self, v: Tensor | None) -> Tensor:
@@ -274,27 +321,28 @@ class SVG2(Backbone):
     ) -> tuple[Tensor, Tensor]:
         """What clusters are ranked by, fp32 [B, H, Cq, Ck], and sizes of key clusters, [B, H, Ck].
 
-        `centroids` are those of a fresh clustering; otherwise, and for the spreads, the present tokens' own.
+        `centroids` are those of a fresh clustering; otherwise, for equal groups and for the spreads, the present tokens'
+        own.
         """
-        if centroids is not None and self.rank == "mass":
-            sizes = count_labels(mask.k_labels, mask.map.shape[3])[..., : self.k_clusters]
+        (rows, columns), cut = self._counts(mask), isinstance(mask, GroupMask)
+        if centroids is not None and self.rank == "mass" and not cut:
+            sizes = count_labels(mask.k_labels, mask.map.shape[3])[..., :columns]
             return cluster_mass(centroids[0], centroids[1], sizes), sizes
-        queries = cluster_stats(q, mask.q_labels, self.q_clusters)
-        keys = cluster_stats(k, mask.k_labels, self.k_clusters)
-        means = centroids or [queries.mean, keys.mean]
+        queries = cluster_stats(q[:, :, : mask.n_q], mask.q_labels, rows)
+        keys = cluster_stats(k[:, :, : mask.n_k], mask.k_labels, columns)
+        means = [queries.mean, keys.mean] if cut or centroids is None else centroids
         mass = cluster_mass(means[0], means[1], keys.sizes)
         if self.rank == "mass":
             return mass, keys.sizes
-        values = cluster_stats(self._values(v), mask.k_labels, self.k_clusters)
+        values = cluster_stats(self._values(v)[:, :, : mask.n_k], mask.k_labels, columns)
         return error_per_key(mass, queries, keys, values), keys.sizes
 
     def _choose(self, mask: ClusterMask, ranked: tuple[Tensor, Tensor], tau: Tensor) -> None:
         """Write what is kept at thresholds τ [B, H] into the mask's video clusters; τ ≥ 1 keeps everything."""
         scores, sizes = ranked
-        at_least = int(self.least_ratio * self.k_clusters)
+        at_least = int(self.least_ratio * self._counts(mask)[1])
         rule = by_mass(scores, tau, at_least) if self.rank == "mass" else by_share(scores, sizes, tau, at_least)
-        dense = (tau >= 1).to(mask.device)[..., None, None]
-        mask.map[:, :, : self.q_clusters, : self.k_clusters] = rule | dense
+        self._write(mask, rule, tau)
 
     @torch.no_grad()
     def cluster(self, x: Tensor, init: Tensor, iters: int) -> tuple[Tensor, Tensor, Tensor]:

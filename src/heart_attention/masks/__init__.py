@@ -7,10 +7,12 @@ can be stored at one bit an entry. Shapes: B batch, H heads, N tokens, M blocks,
 from .base import Mask, check_rest
 from .block import BlockMask
 from .cluster import ClusterMask, count_labels
+from .group import GroupMask
 from .packed import Packed, pack_bits, unpack_bits
 from .select import top_p
 from .text import Text
 
 __all__ = [
-    "BlockMask", "ClusterMask", "Mask", "Packed", "Text", "check_rest", "count_labels", "pack_bits", "top_p", "unpack_bits",
+    "BlockMask", "ClusterMask", "GroupMask", "Mask", "Packed", "Text", "check_rest", "count_labels",
+    "pack_bits", "top_p", "unpack_bits",
 ]  # fmt: skip
