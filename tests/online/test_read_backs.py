@@ -1,5 +1,7 @@
 """How often a sparse call waits for the GPU, counted on a pretended one: once for TMR's decision, never without drift."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from fake_gpu import OnGpu, fake_gpu
 
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.config import HeartConfig
+from heart_attention.kernels import flashinfer
 from heart_attention.kernels.triton_attention import KERNEL
 from heart_attention.masks import BlockMask, ClusterMask
 from heart_attention.online.call import CallContext
@@ -16,6 +19,7 @@ from heart_attention.online.reuse import TMR, Interval, Warmup
 BLOCKS = XAttention(stride=4, block=16)
 CLUSTERS = SVG2(4, 6, init_iters=2)
 RANKED = SVG2(4, 6, init_iters=2, rank="error")
+GROUPS = SVG2(4, 6, init_iters=2, rank="error", equal_groups=16)
 H, N, D, STEPS = 4, 96, 16, 6
 
 
@@ -62,6 +66,29 @@ def test_clusters_ask_once_more_when_a_plan_is_made():
     assert {place.partition(":")[0] for reads, _ in found for _, place in reads} == {"kernels/triton_attention.py"}
     found, _ = counts(RANKED, TMR(delta=1e9), "mean", 0.1)
     assert [len(reads) for reads, _ in found] == [1] + [2] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("reuse", TMRS)
+def test_clusters_in_equal_groups_wait_for_the_decision_alone(reuse):
+    """Blocks have a bound, so ranking by error with the rest approximated needs nothing but TMR's decision."""
+    found, _ = counts(GROUPS, reuse, "mean", 0.1)
+    assert [len(reads) for reads, _ in found] == [0] + [1] * (STEPS - 1)
+    found, _ = counts(GROUPS, Interval(3), "mean", 0.1)
+    assert not any(reads for reads, _ in found), found
+
+
+@pytest.mark.parametrize("mask", ["blocks", "shared"])
+def test_flashinfer_is_chosen_and_planned_without_a_question(mask):
+    """Its own planning waits, but only where it serves."""
+    with fake_gpu() as gpu:
+        one = torch.eye(6, dtype=torch.bool).expand(1, 1, 6, 6)
+        flags = OnGpu(one.clone()).expand(1, 3, 6, 6) if mask == "shared" else OnGpu(one.repeat(1, 3, 1, 1))
+        made = BlockMask(flags, 16, N, N)
+        gpu.clear()
+        with mock.patch.object(torch.cuda, "mem_get_info", lambda *a: (1 << 30, 1 << 30)):
+            flashinfer.KERNEL.reasons_not(made, rest="mean")
+            assert flashinfer.KERNEL.plan(made).extra["shared"] is (mask == "shared")
+        assert not gpu.reads, gpu.reads
 
 
 def test_a_reused_mask_costs_few_launches():

@@ -162,10 +162,14 @@ def _reasons_listed(listed: float, limit: int) -> list[str]:
 
 
 def _reasons_mask(mask: Any) -> list[str]:
-    """Every row of the mask lists its kept keys one by one, 4 bytes each, unless all heads share the mask."""
+    """Every row of the mask lists its kept keys one by one, 4 bytes each, unless all heads share the mask.
+
+    A GPU is not asked how many a mask keeps: the call would wait. A usual density stands for it there.
+    """
     if _shared(mask):
         return []
-    listed = 4 * mask.flags.shape[2] * mask.n_k * float(mask.density().sum())
+    kept = Call.density * mask.shape[0] * mask.shape[1] if mask.flags.is_cuda else float(mask.density().sum())
+    listed = 4 * mask.flags.shape[2] * mask.n_k * kept
     limit = min(PLAN_LIMIT, _free_memory(mask.device) // (2 * PLANS))
     return _reasons_listed(listed, limit)
 
@@ -176,11 +180,13 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _shared(mask: Any) -> bool:
-    """Whether one mask of whole blocks serves all heads and batch items."""
-    shape = mask.block_shape
+    """Whether one mask of whole blocks serves all heads and batch items; on a GPU only where that shows without values."""
+    shape, flags = mask.block_shape, mask.flags
     if shape is None or mask.n_q % shape[0] or mask.n_k % shape[1]:
         return False
-    return bool((mask.flags == mask.flags[:1, :1]).all())
+    if all(size == 1 or step == 0 for size, step in zip(flags.shape[:2], flags.stride())):  # one head, or one repeated
+        return True
+    return not flags.is_cuda and bool((flags == flags[:1, :1]).all())
 
 
 def _wrapper(plan: Plan, q: Tensor, scale: float) -> Any:
