@@ -17,6 +17,15 @@ def test_every_call_is_served_and_clusters_with_the_rest_too(gpu):
 
 
 @pytest.mark.parametrize("gpu", capability.GPUS)
+def test_clusters_with_the_rest_in_equal_groups_have_a_kernel_maintained_by_others(gpu):
+    rows = [
+        r for r in capability.table(gpu) if r["groups"].startswith("clusters in equal groups") and r["rest"] == "mean"
+    ]
+    assert {r["groups"] for r in rows} == {f"clusters in equal groups of {size}" for size in (64, 128)}
+    assert all({"cudnn", "flashinfer_blocks", "flex"} & {row["kernel"], *row["others"]} for row in rows)
+
+
+@pytest.mark.parametrize("gpu", capability.GPUS)
 def test_a_kernel_maintained_by_others_serves_blocks_of_128(gpu):
     rows = [r for r in capability.table(gpu) if (r["groups"], r["head_size"]) == ("blocks of 128", 128)]
     for row in rows:
@@ -32,8 +41,9 @@ def test_old_and_unknown_gpus():
         capability.table("h100")
 
 
-def test_fp8_is_never_taken_by_itself():
-    assert all("cudnn_fp8" not in (r["kernel"], *r["others"]) for r in capability.table("sm_100"))
+def test_kernels_by_name_are_never_taken_by_themselves():
+    for name in ("cudnn_fp8", "flashinfer_rest"):
+        assert all(name not in (r["kernel"], *r["others"]) for r in capability.table("sm_100"))
 
 
 def test_the_command(capsys):

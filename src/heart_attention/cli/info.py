@@ -176,7 +176,7 @@ def print_gpu(gpu: str, as_json: bool) -> int:
     for row in rows:
         what = f"{row['groups']}, head size {row['head_size']}, {row['dtype']}, rest {row['rest']}"
         others = f" (also {', '.join(row['others'])})" if row["others"] else ""
-        print(f"{what:<55}{row['kernel'] or 'none'}{others}")
+        print(f"{what:<70}{row['kernel'] or 'none'}{others}")
         for name, reasons in row["reasons"].items():
             print(f"    not {name}: {'; '.join(reasons)}")
     return 0

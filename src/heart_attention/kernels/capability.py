@@ -15,6 +15,7 @@ GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 BLOCKS = ((64, 64), (128, 128), None)
 HEAD_SIZES = (64, 128)
 DTYPES = (torch.bfloat16, torch.float32)
+BY_NAME = ("cudnn_fp8", "flashinfer_rest")  # kernels that "auto" never takes
 TOKENS = 75_600  # of Wan2.1 14B at 720p, as are 40 heads of size 128
 
 
@@ -25,6 +26,7 @@ class Call:
     Args:
         gpu: "sm_90" for an NVIDIA GPU of capability 9.0, "gfx942" for an AMD one.
         block: query and key tokens a block; None for clusters.
+        cut: whether these blocks are clusters cut into equal groups, so that tokens are gathered head by head.
         head_size, dtype, tokens, heads: of q, k and v.
         density: kept share of all token pairs.
         rest: what becomes of what the mask leaves out.
@@ -38,6 +40,14 @@ class Call:
     heads: int = 40
     density: float = 0.3
     rest: str = "drop"
+    cut: bool = False
+
+    @property
+    def groups(self) -> str:
+        """What the mask is between, in words."""
+        if self.block is None:
+            return "clusters"
+        return f"{'clusters in equal groups' if self.cut else 'blocks'} of {self.block[0]}"
 
     @property
     def nvidia(self) -> int:
@@ -66,8 +76,9 @@ def check_gpu(gpu: str) -> str:
 
 
 def calls(gpu: str) -> list[Call]:
-    """The calls of the table: blocks of 64 and 128 and clusters, head sizes, types, with and without the rest."""
-    made = [Call(gpu, block, d, dtype) for block in BLOCKS for d in HEAD_SIZES for dtype in DTYPES]
+    """The calls of the table: blocks, clusters, clusters in equal groups, head sizes, types, with and without the rest."""
+    kinds = [(block, False) for block in BLOCKS] + [(block, True) for block in BLOCKS if block is not None]
+    made = [Call(gpu, block, d, dtype, cut=cut) for block, cut in kinds for d in HEAD_SIZES for dtype in DTYPES]
     return [replace(call, rest=rest) for call in made for rest in ("drop", "mean")]
 
 
@@ -85,10 +96,10 @@ def table(gpu: str) -> list[dict[str, Any]]:
 
 def _row(call: Call) -> dict[str, Any]:
     found = answers(call)
-    serving = [name for name, reasons in found.items() if not reasons and name != "cudnn_fp8"]
+    serving = [name for name, reasons in found.items() if not reasons and name not in BY_NAME]
     return {
         "gpu": call.gpu,
-        "groups": "clusters" if call.block is None else f"blocks of {call.block[0]}",
+        "groups": call.groups,
         "head_size": call.head_size,
         "dtype": str(call.dtype).removeprefix("torch."),
         "rest": call.rest,

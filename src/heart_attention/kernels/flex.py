@@ -153,7 +153,7 @@ def _attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor
     extra = plan.extra
     if plan.rest == "mean":
         size, padded = extra["block"][1], extra["dropped"].shape[-1]
-        k, v = (torch.cat([_means(x, size, padded), x], dim=2) for x in (k, v))
+        k, v = (torch.cat([block_means(x, size, padded), x], dim=2) for x in (k, v))
     fixed = (q.shape[2], k.shape[2]) if plan.rest == "mean" and q.device.type == "cpu" else ()
     call = _compiled(plan.rest, fixed, q.device.type, q.dtype, q.shape[:2], q.shape[3], extra["block"], scale)
     blocks = -(-k.shape[2] // extra["block"][1])
@@ -170,7 +170,7 @@ def _widened(lists: Tensor, blocks: int) -> Tensor:
     return F.pad(lists, (0, blocks - lists.shape[-1]))
 
 
-def _means(x: Tensor, size: int, padded: int) -> Tensor:
+def block_means(x: Tensor, size: int, padded: int) -> Tensor:
     """Mean of every block of `size` tokens in fp32, rounded to x's type: [B, H, n, D] -> [B, H, padded, D]."""
     whole = x.shape[2] // size * size
     parts = [x[:, :, :whole].unflatten(2, (-1, size)).mean(3, dtype=torch.float32)]

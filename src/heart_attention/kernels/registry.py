@@ -22,6 +22,7 @@ MODULES = {
     "triton": "triton_attention",
     "flex": "flex",
     "cudnn_fp8": "cudnn_fp8",
+    "flashinfer_rest": "flashinfer_rest",
     "cpu": "cpu",
     "gather": "gather",
     "eager": "eager",
