@@ -40,7 +40,7 @@ def backbones() -> dict[str, tuple[Any, float, str]]:
         "xattention": (heart.XAttention(stride=16, block=128), 0.9, "drop"),
         "sparge": (heart.Sparge(), 0.9, "drop"),
         "svg2 300 × 1000": (heart.SVG2(init_iters=1, step_iters=1), 0.9, "drop"),
-        "svg2 300 × 1000, means": (heart.SVG2(init_iters=1, step_iters=1, rank="error"), 0.1, "mean"),
+        "svg2 1024 × 2048, means": (heart.SVG2(init_iters=1, step_iters=1, rank="error"), 0.1, "mean"),
         "svg2 600 × 2000, means": (heart.SVG2(600, 2000, init_iters=1, step_iters=1, rank="error"), 0.1, "mean"),
     }
 
