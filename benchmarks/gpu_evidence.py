@@ -132,14 +132,28 @@ WAITING = """
 A pretended GPU (`tests/helpers/fake_gpu.py`: tensors that say they are on a GPU and compute on the CPU) counts in the test
 suite what makes the host wait in a sparse call, and fails on operations that mix tensors of both places. Blocks through
 the Triton kernel: TMR waits once, for its decision, whether masks are reused or not; `Interval` and `Warmup` never wait.
-Clusters wait once more in calls that make a plan. Densities reach the host one call late, by copies that nobody waits
-for, so the first call on a GPU decides dense or sparse by an expected density. A reused block mask takes 2 launches
-without drift and 17 to 21 with it (`tests/online/test_read_backs.py`).
+Densities and the mass of the rest reach the host one call late, by copies that nobody waits for, so the first call on a
+GPU decides dense or sparse by an expected density. A reused block mask takes 2 launches without drift and 17 to 21 with
+it (`tests/online/test_read_backs.py`).
 
-Resident on the device over all layers and both guidance branches, on paper (`benchmarks/memory.py --real --heads 0`):
-Wan2.1-14B at 75,600 tokens XAttention 0.14 GB, SVG2 300 × 1,000 1.09 GB, 600 × 2,000 1.45 GB; centroids (2.1 and 4.3 GB)
-wait in the computer's own memory. Plans over 400 MB in all are not kept but made from packed masks and labels at each
-call; kept, they would be 1.3 GB for blocks and 3 GB for clusters.
+Clusters wait once more in calls that make a plan, ranked by error in every call: `key_runs` in
+`kernels/triton_attention.py` asks how many runs of kept keys there are, because the lists that follow need that length.
+Room for the most there could be is no answer: at 75,600 tokens, 40 heads and 1,024 × 2,048 clusters with 10 % kept it is
+0.4 GB of runs and over 3 GB of indices on the way, on paper, against about 0.1 GB that are needed. In equal groups
+(`equal_groups`) the same method has blocks: TMR waits once, for its decision, and `Interval` never.
+
+A decision kept on the device was left out. Exact, it would predict every head in every call and choose between old and
+new masks and centroids there (`torch.where`): the masks of TMR at the price of no reuse at all, since predictions are what
+TMR saves. `torch.cond` outside a captured graph asks the host as well. What it would save is one wait a call, in which the
+GPU idles for about as long as launches take (reasoned, not measured).
+
+Resident on the device over all layers and both guidance branches, Wan2.1-14B at 75,600 tokens: XAttention 0.14 GB, SVG2
+300 × 1,000 1.09 GB, 600 × 2,000 1.45 GB; ranked by error with its usual 1,024 × 2,048 clusters 1.81 GB, over the bar of
+1.5; centroids (2.1, 4.3 and 5.0 GB) wait in the computer's own memory. Wan2.1-1.3B at 32,760 tokens: 0.12 to 0.39 GB. On
+paper, and by running one head of one layer on a CPU and counting its tensors, which gives the same
+(`benchmarks/memory.py --real --heads 1`) but for SpargeAttn's masks, 0.28 GB where paper says 0.14, and for plans of the
+smaller model, which the CPU's kernel keeps (0.17 and 0.38 GB for XAttention and SpargeAttn). Plans over 400 MB in all are
+not kept but made from packed masks and labels at each call; kept, they would be 1.3 GB for blocks and 3 GB for clusters.
 
 ## The rest of the block
 
@@ -147,7 +161,9 @@ call; kept, they would be 1.3 GB for blocks and 3 GB for clusters.
 opaque call. On the embedded model at its native size, on a CPU (`benchmarks/compile_blocks.py`, steps in turns, two Zen-4
 cores, nothing else running), time of a forward outside video attention with compiled blocks is **0.77** of that without
 them with two threads and **0.81** with one (medians of eight; worst 0.94 and 0.96); outputs differ by 6e-7 of their
-largest value. The products take most of what is left. What Inductor generates for GPUs was not compiled here.
+largest value. The products take most of what is left. What Inductor generates for GPUs was not compiled here: it takes
+the properties of a device from `torch.cuda` (`torch/_inductor/runtime/hints.py`, read and not tried), so that without a
+GPU they would have to be invented by patching its internals.
 
 """
 
@@ -281,9 +297,12 @@ SERVING = """## Which kernel serves
 Bold is what "auto" takes when the packages are installed, for 75,600 tokens and 40 heads with a mask each and 30 % kept;
 behind it stand further kernels that others maintain and that would serve too. `heart info --gpu sm_90` prints the
 reasons of those that would not. By contract, that is by the rules that each package states and our adapters follow: none
-of them ran on a GPU here. `flex` ran on a CPU, compiled, in the test suite. Clusters go to our Triton kernel on every
-generation: cuDNN's and FlexAttention's kernels take equal blocks, FlashInfer's lists every kept key of every row, over
-128 MB at this size. flash-attn-4 was left out: its block lists work on sm_90 alone, where cuDNN serves, and sm_80
+of them ran on a GPU here. `flex` ran on a CPU, compiled, in the test suite. Clusters, with the rest or without, go to our
+Triton kernel on every generation: cuDNN's and FlexAttention's kernels take equal blocks, FlashInfer's lists every kept key
+of every row, over 128 MB at this size. Cut into equal groups (`SVG2(equal_groups=64)`) they are blocks and go where blocks
+go; docs/rest.md has what that costs in error. `flashinfer_rest` (FlashInfer's BlockSparseTSWrapper: kept blocks and the
+means of all others in one launch; sm_100, head size 128, bf16) is taken by name only, since its makers call it
+experimental; contract-tested. flash-attn-4 was left out: its block lists work on sm_90 alone, where cuDNN serves, and sm_80
 ignores them without a word.
 
 """
