@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from calibrations_for_tests import paper_calibration, points_calibration
 
-from heart_attention import Calibration, HeartError, tiny
+import heart_attention as heart
+from heart_attention import Calibration, HeartError, presets, tiny
+from heart_attention.api import resolve
 from heart_attention.evaluation import methods
 
 FOLDER = Path(tiny.path()).parent / "calibrations"
@@ -132,3 +134,15 @@ def test_shipped_calibrations_by_the_papers_protocol_are_what_they_say(path, tin
     assert chosen["error"] < shared["error"] and abs(chosen["sparsity"] - shared["sparsity"]) < 0.02
     row = methods.build(f"{made.backbone['name']}+heart", tiny_pipe, "tiny")
     assert row.config.thresholds.method == "probes"
+
+
+def test_the_students_operating_points_ship_and_are_found_by_name(tiny_pipe):
+    made, student = Calibration.load(FOLDER / "student.heart.json"), tiny.load("student")
+    assert methods.kind_of(made) == "points" and made.shipped and made.steps == 8 and made.solver["proven"]
+    shared, chosen = (made.verification["held_out"][side] for side in ("shared", "chosen"))
+    assert chosen["cost"] < shared["cost"]
+    config = methods.build("heart", student, "tiny-student").config
+    assert resolve("heart", student)[0].points == config.points is not None
+    assert Path(presets.shipped_heart(student.transformer)).name == "student.heart.json"
+    with pytest.raises(HeartError, match="embedded model's own weights"):
+        heart.enable(tiny_pipe, str(FOLDER / "student.heart.json"))
