@@ -52,13 +52,22 @@ $(PAPER): src/heart_attention/tiny/calibrations/%-paper.heart.json: | $(STAMP)
 
 # The paper's tables and figures on the embedded model; a stopped run goes on. What was timed while the machine was busy is
 # marked; `make reproduce RETIME=--retime` on an idle one makes that part again.
+PROMPTS ?= 4
 reproduce: $(STAMP)-plots $(PAPER)
 	$(BIN)/heart fetch-weights lpips
-	$(BIN)/heart compare --limit 4 --out runs/compare --docs docs/reproduction.md $(RETIME) --methods dense,xattention,\
+	$(BIN)/heart compare --limit $(PROMPTS) --out runs/compare --docs docs/reproduction.md $(RETIME) --methods dense,xattention,\
 	xattention+tmr,xattention+ebc,xattention+heart,xattention+joint,svg2,svg2+tmr,svg2+ebc,svg2+heart,svg2+joint
 	$(BIN)/heart report runs/compare
 	$(BIN)/heart ablate all --quick --steps 25 --seeds 0,1 --out runs/ablate --docs docs/reproduction.md $(RETIME)
 	$(BIN)/heart study all --out runs/study --docs docs/reproduction.md
+
+# Speed against quality of HEART and its rivals on prompts that no calibration has seen, and the README's picture of it. Videos
+# do not depend on what else the machine does; `make frontier TIMES=--times-only` on an idle one measures the times again.
+FRONT := xattention@0.9,xattention+joint,svg2+joint,ear+tmr@0.3,ear+tmr@0.5,pisa+tmr@0.1,pisa+tmr@0.2,heart@0.25,heart@0.30,heart@0.47
+frontier: $(STAMP)-plots
+	$(BIN)/heart fetch-weights lpips
+	$(BIN)/heart frontier --prompts benchmarks/unseen.txt --limit $(PROMPTS) --steps 50 --timed 2 --velocity 2 $(TIMES) \
+	--methods $(FRONT) --out runs/frontier --plot docs/images/front.svg
 
 gpu-evidence: $(STAMP)-test
 	$(BIN)/python benchmarks/gpu_evidence.py --write docs/gpu-evidence.md
