@@ -24,7 +24,7 @@ def inputs(step):
 def generate(transformer):
     outputs = []
     for step in range(STEPS):
-        with transformer.cache_context("cond", step_index=step):
+        with tiny.context(transformer, "cond", step):
             outputs.append(tiny.run(transformer, inputs(step)))
     transformer._reset_stateful_cache()
     return torch.stack(outputs)

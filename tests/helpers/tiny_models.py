@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -327,6 +328,12 @@ class Halved(Seen):
 
     def attend(self, call: Any, q: Any, k: Any, v: Any, dense: Any) -> torch.Tensor:
         return super().attend(call, q, k, v, dense) * 0.5
+
+
+def context(model: torch.nn.Module, name: str, step: int) -> Any:
+    """`cache_context` as this diffusers has it: older ones take a name alone, and the clock follows the timesteps."""
+    takes_step = len(inspect.signature(model.cache_context).parameters) > 1
+    return model.cache_context(name, step_index=step) if takes_step else model.cache_context(name)
 
 
 @torch.no_grad()

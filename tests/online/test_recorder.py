@@ -13,7 +13,7 @@ from heart_attention.online.recorder import record
 def steps(model, count=2, names=("cond", "uncond")):
     for step in range(count):
         for name in names:
-            with model.cache_context(name, step_index=step):
+            with tiny.context(model, name, step):
                 tiny.run(model, tiny.wan_inputs(900.0 - 100 * step))
 
 
