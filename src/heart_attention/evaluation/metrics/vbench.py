@@ -8,12 +8,9 @@ judges each dimension on that dimension's prompts; on others it judges every vid
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import shlex
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -21,8 +18,10 @@ from typing import Any
 
 from ...errors import HeartError
 from ...files import cache_dir, locked, read_json, write_atomic
+from .package import Package, checked, download
 
-WHEEL = ("vbench", "0.1.5", "13266ed4715d91a7669ab58484b9e010bc91bb96e129d414fb512d4937890023")
+WHEEL = Package("vbench", "0.1.5", "13266ed4715d91a7669ab58484b9e010bc91bb96e129d414fb512d4937890023")
+INSTEAD = "fetch the wheel elsewhere and run `heart fetch-weights vbench --file WHEEL`"
 SUITE = ("vbench/VBench_full_info.json", "5dd2de80ee43cda750b2b72ea7023657c0b90d3702041c7e4608c65dbe50dccd")
 # The paper's six dimensions: (lowest, highest, weight, kind), by VBench's published constants.
 DIMENSIONS = {
@@ -54,43 +53,18 @@ def _suite() -> list[dict[str, Any]]:
     path = cache_dir() / "vbench-prompts.json"
     if not path.is_file():
         fetch()
-    return json.loads(_checked(path.read_bytes(), SUITE[1], str(path)))
+    return json.loads(checked(path.read_bytes(), SUITE[1], str(path)))
 
 
 def fetch(wheel: str | Path | None = None) -> Path:
     """Put VBench's prompt list into the cache, from the package index or from a wheel already at hand."""
     with tempfile.TemporaryDirectory() as folder, locked(cache_dir() / "vbench.lock"):
-        path = Path(wheel) if wheel else _download(Path(folder))
+        path = Path(wheel) if wheel else download(WHEEL, Path(folder), INSTEAD)
         if not path.is_file():
             raise HeartError(f"there is no archive {str(path)!r}: check the path")
-        _checked(path.read_bytes(), WHEEL[2], str(path))
+        checked(path.read_bytes(), WHEEL.digest, str(path))
         with zipfile.ZipFile(path) as archive:
             return write_atomic(cache_dir() / "vbench-prompts.json", archive.read(SUITE[0]))
-
-
-def _checked(data: bytes, digest: str, what: str) -> bytes:
-    actual = hashlib.sha256(data).hexdigest()
-    if actual != digest:
-        raise HeartError(
-            f"{what} has sha256 {actual[:16]}…, expected {digest[:16]}…: it is damaged or replaced, fetch it again"
-        )
-    return data
-
-
-def _download(folder: Path) -> Path:
-    name, version, digest = WHEEL
-    listing = folder / "requirements.txt"
-    listing.write_text(f"{name}=={version} --hash=sha256:{digest}\n")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-r", str(listing)]
-    done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True)
-    found = list(folder.glob("*.whl"))
-    if done.returncode or not found:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no message"]
-        raise HeartError(
-            f"pip could not fetch {name} {version} ({last[0][:200]}): fetch the wheel elsewhere and run "
-            "`heart fetch-weights vbench --file WHEEL`"
-        )
-    return found[0]
 
 
 def in_suite(texts: list[str]) -> bool:
