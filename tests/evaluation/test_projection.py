@@ -60,8 +60,9 @@ def test_reuse_can_save_no_more_than_prediction():
     assert 0 < every.attention_s - reused.attention_s < every.prediction_s
 
 
-def test_a_given_prediction_share():
-    p = projection.project(WAN, A800, 0.3, 1.0, prediction_share=0.1)
+@pytest.mark.parametrize("backbone", ["xattention", "sparge"])  # one that was counted, one that was not
+def test_a_given_prediction_share(backbone):
+    p = projection.project(WAN, A800, 0.3, 1.0, backbone, prediction_share=0.1)
     dense, _ = projection.dense_times(WAN, A800)
     assert p.prediction_s == pytest.approx(0.1 * dense * 45 / 50)
 

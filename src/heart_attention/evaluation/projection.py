@@ -168,16 +168,32 @@ def _stream(device: Device) -> float:
     return device.bandwidth * 1e9 * BANDWIDTH_EFFICIENCY
 
 
-def prediction_time(model: Model, device: Device, backbone: str) -> tuple[float, float]:
-    """Seconds to predict the masks of one forward, and those of the first sparse one (SVG2 starts from scratch)."""
-    rate = device.tflops * 1e12 * device.efficiency * PREDICTION_EFFICIENCY
-    n, heads, d = model.tokens, model.heads * model.layers, model.head_dim
-    if backbone == "xattention":  # stride 16, block 128: one product of 1/16 of QKᵀ, block sums written and read twice
-        once = heads * (2.0 * n * n * d / 16 / rate + 3 * 4 * (n / 16) * (n / 128) / _stream(device))
-        return once, once
-    # each product taken twice in bf16 (centroids as two summands); the tokens are read once more for the means
-    iteration = heads * (2.0 * n * (300 + 1000) * d * 2 / rate + 2 * 2 * n * d / _stream(device))
+def _scores(model: Model, device: Device) -> tuple[float, float]:
+    """XAttention, stride 16, block 128: one product of 1/16 of QKᵀ, block sums written and read twice."""
+    n, heads = model.tokens, model.heads * model.layers
+    product = 2.0 * n * n * model.head_dim / 16 / _prediction_rate(device)
+    once = heads * (product + 3 * 4 * (n / 16) * (n / 128) / _stream(device))
+    return once, once
+
+
+def _clusters(model: Model, device: Device) -> tuple[float, float]:
+    """SVG2, 300 × 1,000 clusters: two iterations, fifty from scratch.
+
+    Each product is taken twice in bf16 (centroids as two summands); the tokens are read once more for the means.
+    """
+    n, d, heads = model.tokens, model.head_dim, model.heads * model.layers
+    product = 2.0 * n * (300 + 1000) * d * 2 / _prediction_rate(device)
+    iteration = heads * (product + 2 * 2 * n * d / _stream(device))
     return 2 * iteration, 50 * iteration
+
+
+# Seconds to predict the masks of one forward, and those of the first sparse one, for backbones whose kernels were counted;
+# any other needs a prediction share.
+COUNTED = {"xattention": _scores, "svg2": _clusters}
+
+
+def _prediction_rate(device: Device) -> float:
+    return device.tflops * 1e12 * device.efficiency * PREDICTION_EFFICIENCY
 
 
 def drift_time(model: Model, device: Device) -> float:
@@ -200,17 +216,18 @@ def project(
     Args:
         density: kept share of token pairs, mean over heads and sparse steps; 1 is dense attention.
         refresh: share of (head, sparse step) whose mask is predicted anew; 1 is a backbone without reuse.
+        backbone: whose masks; None as `prediction_share` takes one of `COUNTED`.
         prediction_share: cost of predicting all masks once as a share of dense attention; None: the roofline's.
     """
-    _check(density, refresh, dense_steps, model, backbone)
+    _check(density, refresh, dense_steps, model)
+    _check_prediction(backbone, prediction_share)
     dense_attention, other = dense_times(model, device)
     attention, prediction = dense_attention, 0.0
     if density < 1:
         sparse_steps = model.steps - dense_steps
-        once, first = prediction_time(model, device, backbone)
-        if prediction_share is not None:
-            if not 0 <= prediction_share < math.inf:
-                raise HeartError(f"a prediction share of {prediction_share} cannot be: give a number from 0 on")
+        if prediction_share is None:
+            once, first = COUNTED[backbone](model, device)
+        else:
             once = first = prediction_share * dense_attention / model.steps / model.forwards
         later = max(refresh * sparse_steps - 1, 0)  # the first sparse step refreshes every head
         drift = drift_time(model, device) * sparse_steps if refresh < 1 else 0.0
@@ -223,15 +240,24 @@ def project(
     )  # fmt: skip
 
 
-def _check(density: float, refresh: float, dense_steps: int, model: Model, backbone: str) -> None:
+def _check(density: float, refresh: float, dense_steps: int, model: Model) -> None:
     if not 0 < density <= 1:
         raise HeartError(f"a density of {density} cannot be: give the kept share of token pairs, over 0 and up to 1")
     if not 0 <= refresh <= 1:
         raise HeartError(f"a refresh rate of {refresh} cannot be: give a share from 0 to 1")
     if not 0 <= dense_steps < model.steps:
         raise HeartError(f"{dense_steps} dense steps of {model.steps} cannot be: give fewer than there are steps")
-    if backbone not in ("xattention", "svg2"):
-        raise HeartError(f"there is no backbone {shown(backbone)} to project: choose xattention or svg2")
+
+
+def _check_prediction(backbone: str, share: float | None) -> None:
+    if share is None and backbone not in COUNTED:
+        known = " and ".join(COUNTED)
+        raise HeartError(
+            f"what predicting with {shown(backbone)} takes was counted for {known} only: give --prediction-share, "
+            "its cost as a share of dense attention"
+        )
+    if share is not None and not 0 <= share < math.inf:
+        raise HeartError(f"a prediction share of {share} cannot be: give a number from 0 on")
 
 
 def validation() -> list[dict[str, Any]]:
@@ -285,7 +311,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=[*DEVICES, "all"], default="a800", help="which GPU")
     parser.add_argument("--density", type=float, default=0.3, help="kept share of token pairs in sparse steps")
     parser.add_argument("--refresh", type=float, default=1.0, help="share of masks predicted anew (1: no reuse)")
-    parser.add_argument("--backbone", choices=["xattention", "svg2"], default="xattention")
+    parser.add_argument(
+        "--backbone", default="xattention", help=f"{', '.join(COUNTED)}; any other with --prediction-share"
+    )
     parser.add_argument("--steps", type=int, help="denoising steps (default: the model's 50)")
     parser.add_argument("--dense-steps", type=int, default=DENSE_STEPS, help="first steps that stay dense")
     parser.add_argument(
