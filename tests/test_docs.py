@@ -1,12 +1,16 @@
 """Examples in the README and the docs run; links between pages lead somewhere."""
 
+import importlib
 import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+
+import heart_attention as heart
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,3 +93,22 @@ def test_every_error_sentence_is_in_the_table_of_errors():
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page(), "run python tools/error_table.py"
     assert sum(len(v) for v in module.errors().values()) > 50
+
+
+def test_the_reference_has_every_public_name():
+    """Each public object stands in docs/api.md once, under a path that leads to it."""
+    text, found = (ROOT / "docs" / "api.md").read_text(), []
+    for path, members in re.findall(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?", text, re.MULTILINE):
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            module, name = importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]
+            found.append(getattr(module, name))
+            continue
+        found += [getattr(module, name.strip()) for name in members.split(",")]
+    public = {name: getattr(heart, name) for name in heart.__all__ if name != "__version__"}
+    missing = {
+        name for name, value in public.items()
+        if not isinstance(value, types.ModuleType) and sum(one is value for one in found) != 1
+    }  # fmt: skip
+    assert not missing

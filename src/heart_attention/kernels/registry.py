@@ -30,7 +30,7 @@ MODULES = {
 REGISTERED: dict[str, Kernel] = {}  # kernels of users' own, asked before ours
 
 
-def register(kernel: Any) -> None:
+def register_kernel(kernel: Any) -> None:
     """Make a kernel of your own known; `auto` asks it before the built-in ones.
 
     It is a `Kernel`, or anything with its `name`, `reasons_not`, `plan` and `run`. Without `rest` in the signatures of
@@ -41,7 +41,7 @@ def register(kernel: Any) -> None:
     REGISTERED[kernel.name] = adapted(kernel)
 
 
-register_kernel = register  # the public name, beside register_backbone and the like
+register = register_kernel  # as `kernels.register`
 
 
 def names() -> list[str]:
