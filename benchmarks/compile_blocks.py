@@ -18,6 +18,7 @@ import heart_attention as heart
 from heart_attention import tiny
 from heart_attention.models.attachment import attachment_of
 from heart_attention.models.regional_compile import compile_blocks
+from ratios import Ratio, add_arguments, settle
 
 BAR = 0.85
 
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--cpu-time", action="store_true", help="of one thread, where others share the machine")
     parser.add_argument("--json", action="store_true")
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(1 if args.cpu_time else args.threads)
     t, h, w = (int(x) for x in args.size.split("x"))
@@ -103,6 +105,10 @@ def main() -> None:
     for name, value in result.items():
         print(f"{name:32} {value:.3g}")
     print(f"bar {BAR}: {'kept' if result['outside_attention_ratio'] <= BAR else 'missed'}")
+    threads = f"{args.size}, {torch.get_num_threads()} threads"
+    shares = {"outside attention": "outside_attention_ratio", "whole forward": "whole_ratio"}
+    ratios = [Ratio(f"{name}, {threads}", result[key], "of plain blocks", False) for name, key in shares.items()]
+    settle("compile_blocks", ratios, args.store)
 
 
 if __name__ == "__main__":

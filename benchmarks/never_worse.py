@@ -23,6 +23,7 @@ import heart_attention as heart
 from heart_attention import tiny
 from heart_attention.evaluation import methods
 from heart_attention.files import write_json
+from ratios import Ratio, add_arguments, settle
 
 BAR = 0.97
 GRIDS = {256: (4, 64, 64), 512: (8, 64, 64), 1152: (8, 96, 96), 2048: (8, 128, 128), 4096: (16, 128, 128)}
@@ -120,6 +121,16 @@ def table(found: dict[str, Any], todo: list[Cell]) -> str:
     return "\n".join(lines)
 
 
+def ratios(found: dict[str, Any], todo: list[Cell], args: argparse.Namespace) -> list[Ratio]:
+    """The median of every cell that has all its pairs."""
+    whole = {cell.name: found.get(cell.name, {}).get("ratios", []) for cell in todo}
+    return [
+        Ratio(f"{name}, {args.threads} threads", statistics.median(values), "of dense")
+        for name, values in whole.items()
+        if len(values) >= args.pairs
+    ]
+
+
 def main() -> None:
     """Measure what is missing and print everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -130,13 +141,16 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="those whose names hold one of these words; all by default")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     pipe = tiny.load()
     names = [n for n in configs(pipe) if any(word in n for word in args.methods.split(","))]
     todo = list(cells([int(n) for n in args.tokens.split(",")], [int(s) for s in args.steps.split(",")], names))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    print(table(measure(pipe, todo, args.pairs, args.out, args.seconds), todo))
+    found = measure(pipe, todo, args.pairs, args.out, args.seconds)
+    print(table(found, todo))
+    settle("never_worse", ratios(found, todo, args), args.store)
 
 
 if __name__ == "__main__":
