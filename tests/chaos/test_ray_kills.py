@@ -6,12 +6,11 @@ import logging
 import os
 import random
 import signal
-from pathlib import Path
 
 import pytest
-import torch
 from killed_runs import settings
 from models_for_tests import wan_pipe
+from ray_for_tests import local_cluster
 
 from heart_attention.calibration.workflow import calibrate
 
@@ -28,18 +27,8 @@ def load():
 
 @pytest.fixture(scope="module")
 def cluster():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    os.environ["RAY_worker_niceness"] = "0"  # else workers starve on a machine that has other work
-    here = Path(__file__).parents[2]
-    path = os.pathsep.join(filter(None, (str(here / "tests" / "helpers"), str(here), os.environ.get("PYTHONPATH"))))
-    ray.init(
-        num_cpus=2, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
-    )  # fmt: skip
-    yield
-    ray.shutdown()
-    torch.set_num_threads(threads)
+    with local_cluster():
+        yield
 
 
 @pytest.mark.parametrize("method", ["probes", "joint"])

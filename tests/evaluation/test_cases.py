@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import signal
 
 import pytest
 import torch
+from ray_for_tests import local_cluster
 
 from heart_attention.evaluation import cases, generation, methods, pipelines, results, run, video
 
@@ -84,12 +84,6 @@ def test_two_workers_one_killed_leave_what_a_local_run_leaves(comparison, tiny_p
 
     chosen, setting = comparison
     local = run.run(tiny_pipe, chosen, PROMPTS, [0, 1], setting, tmp_path / "local")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # else workers starve on a machine that has other work
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    ray.init(
-        num_cpus=2 * torch.get_num_threads(), num_gpus=0, include_dashboard=False, logging_level=logging.ERROR,
-        log_to_driver=False, runtime_env={"env_vars": threads},
-    )  # fmt: skip
     killed: list[int] = []
     executors: list[RayExecutor] = []
     original = RayExecutor.__init__
@@ -101,11 +95,8 @@ def test_two_workers_one_killed_leave_what_a_local_run_leaves(comparison, tiny_p
             os.kill(killed[0], signal.SIGKILL)
 
     cluster = cases.Cluster("auto", functools.partial(pipelines.load, "tiny", device="cpu"), 2)
-    try:
-        with cases.opened(cluster) as executor:
-            spread = run.run(tiny_pipe, chosen, PROMPTS, [0, 1], setting, tmp_path / "ray", kill_one, executor=executor)
-    finally:
-        ray.shutdown()
+    with local_cluster(torch.get_num_threads()), cases.opened(cluster) as executor:
+        spread = run.run(tiny_pipe, chosen, PROMPTS, [0, 1], setting, tmp_path / "ray", kill_one, executor=executor)
     assert killed and spread["provenance"]["devices"] == local["provenance"]["devices"]
     for one, other in zip(local["rows"], spread["rows"], strict=True):
         assert {k: v for k, v in one.items() if k not in TIMES} == {k: v for k, v in other.items() if k not in TIMES}

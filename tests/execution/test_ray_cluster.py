@@ -6,13 +6,12 @@ import functools
 import logging
 import os
 import signal
-from pathlib import Path
 
 import pytest
-import torch
-from models_for_tests import CALL, wan_pipe
+from killed_runs import settings
+from models_for_tests import wan_pipe
+from ray_for_tests import local_cluster
 
-from heart_attention.backbones import XAttention
 from heart_attention.calibration.workflow import calibrate, tasks
 from heart_attention.errors import HeartError
 
@@ -28,25 +27,8 @@ def load():
 
 @pytest.fixture(scope="module")
 def cluster():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    os.environ["RAY_worker_niceness"] = "0"  # else workers starve on a machine that has other work
-    helpers = Path(__file__).parents[1] / "helpers"
-    path = os.pathsep.join(filter(None, (str(helpers), os.environ.get("PYTHONPATH"))))
-    ray.init(
-        num_cpus=2, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
-    )  # fmt: skip
-    yield
-    ray.shutdown()
-    torch.set_num_threads(threads)
-
-
-def settings(method):
-    return calibrate.Settings(
-        XAttention(stride=4, block=8), ("a red ball", "a cat"), CALL, method=method, held_out=("blue sky",),
-        contexts=3, held_out_contexts=2, dense_steps=2, rounds=1, candidates=(0.6, 0.9, 0.95),
-    )  # fmt: skip
+    with local_cluster():
+        yield
 
 
 def test_two_workers_one_killed_give_the_local_bytes(cluster, tmp_path, monkeypatch):

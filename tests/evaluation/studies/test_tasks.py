@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 
 import pytest
+from ray_for_tests import local_cluster
 
 from heart_attention.evaluation import cases, pipelines
 from heart_attention.evaluation.studies import runner, tasks
@@ -52,15 +52,11 @@ def test_a_damaged_record_is_measured_again(tiny_pipe, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_studies_on_two_ray_workers_equal_the_local_ones(tiny_pipe, small_call, tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_worker_niceness", "0")
+def test_studies_on_two_ray_workers_equal_the_local_ones(tiny_pipe, small_call, tmp_path):
+    pytest.importorskip("ray")
     call, wanted = {**small_call, "num_inference_steps": 4}, ["drift", "frequency"]
     local = runner.run(wanted, tiny_pipe, True, call, PROMPTS, tmp_path / "local")
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     cluster = cases.Cluster("auto", functools.partial(pipelines.load, "tiny", device="cpu"), 2)
-    try:
+    with local_cluster():
         spread = runner.run(wanted, tiny_pipe, True, call, PROMPTS, tmp_path / "ray", cluster=cluster)
-    finally:
-        ray.shutdown()
     assert json.dumps(spread) == json.dumps(local)
