@@ -25,9 +25,9 @@ demo: $(STAMP)
 test: $(STAMP)-test
 	$(BIN)/python -m pytest tests -m "not slow" -n auto --dist loadfile
 
-# With the slow tests, and with real libraries where `make test` has stand-ins (Ray, cache-dit, quanto, peft, a browser).
+# With the slow tests, all random examples, and real libraries where `make test` has stand-ins (Ray, cache-dit, quanto, peft, a browser).
 test-all: $(STAMP)-test-all
-	$(BIN)/python -m pytest tests -n auto --dist loadfile
+	HEART_THOROUGH=1 $(BIN)/python -m pytest tests -n auto --dist loadfile
 
 # Python 3.11 to 3.14 as far as they are installed, each with the oldest and the newest torch and diffusers that we promise.
 compat:

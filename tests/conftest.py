@@ -4,9 +4,12 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+from thoroughness import examples
 
 # A busy machine must not fail a test: no deadlines, and no complaint that examples come slowly.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed", deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +26,6 @@ def tiny_pipe():
 
 @pytest.fixture(scope="session")
 def small_call():
-    """A call of the embedded model that takes about a second: 4 × 8 × 8 = 256 video tokens, 7 steps."""
-    return {"height": 64, "width": 64, "num_frames": 4, "num_inference_steps": 7, "guidance_scale": 4.0,
+    """A call of the embedded model that takes less than a second: 4 × 8 × 8 = 256 video tokens, 5 steps."""
+    return {"height": 64, "width": 64, "num_frames": 4, "num_inference_steps": 5, "guidance_scale": 4.0,
             "max_sequence_length": 64}  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 import heart_attention as heart
 from heart_attention import backbones
@@ -15,7 +16,7 @@ from heart_attention.kernels.ops import native as native
 from heart_attention.masks import Text
 
 torch.set_num_threads(1)
-some = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(12), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 seeds = st.integers(0, 10_000)
 small = SVG2(q_clusters=5, k_clusters=12, init_iters=6)
 PATHS = ["torch", "native"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import backbones
 from heart_attention.backbones import XAttention
@@ -15,7 +16,7 @@ from heart_attention.masks import Text
 from heart_attention.token_order import tile_order
 
 torch.set_num_threads(1)
-some = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 seeds = st.integers(0, 10_000)
 small = XAttention(stride=4, block=16)
 PATHS = ["torch", "native"]

@@ -13,6 +13,7 @@ import torch
 from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import XAttention
 from heart_attention.calibration import export, file
@@ -211,7 +212,7 @@ def test_files_that_are_no_tables(tmp_path):
         export.read_table(tmp_path / "b.csv", BACKBONE)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.text(alphabet='0123456789.,-e\n"; layerhdtso\x00', max_size=60))
 def test_random_text_is_refused_or_a_table(tmp_path, text):
     try:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_calibrations import made
+from thoroughness import examples
 
 from heart_attention import SVG2, XAttention
 from heart_attention.calibration import file
@@ -38,7 +39,7 @@ def test_bytes_depend_on_the_content_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(0, 10**6), st.booleans())
 def test_any_tables_survive(layers, heads, count, seed, with_bands):
     rng = np.random.default_rng(seed)
@@ -187,7 +188,7 @@ def test_pickle_is_never_read(tmp_path):
 GOOD = made().to_bytes()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_random_corruption_is_refused_or_harmless(tmp_path, seed, blows):
     """Flip, cut, double or overwrite bytes: a HeartError, or a calibration that keeps every rule."""
@@ -225,7 +226,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(sorted(json.loads(GOOD))), json_values)
 def test_any_value_in_any_field_is_refused_or_valid(name, value):
     data = copy.deepcopy(json.loads(GOOD))

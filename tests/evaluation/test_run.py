@@ -41,7 +41,7 @@ def test_results_follow_the_schema(finished):
     for row in stored["rows"]:
         assert keys <= set(row) and 0 < row["attention_s"] <= row["total_s"]
         assert all((out / row[k]).is_file() for k in ("video", "lossless", "strip", "stats"))
-        assert row["reference_s"]["total_s"] == stored["rows"][0]["total_s"] and len(row["steps_s"]) == 7
+        assert row["reference_s"]["total_s"] == stored["rows"][0]["total_s"] and len(row["steps_s"]) == 5
     dense, sparse, reused = stored["rows"]
     assert dense["psnr"] is None and sparse["psnr"] > 15 and 0 < sparse["density"] < 1
     assert sparse["refresh_rate"] == 1.0 and reused["refresh_rate"] < 1.0 and sparse["dense_share"] == 0
@@ -137,7 +137,7 @@ def test_calls_that_ran_dense_count_as_density_one(tiny_pipe, small_call):
     chosen = methods.build("xattention", tiny_pipe, "tiny")
     row = run.generate(tiny_pipe, chosen, PROMPT, 0, run.Setting("tiny", small_call))[1]
     assert row["dense_share"] == 1.0 and row["density"] == 1.0 and row["refresh_rate"] is None
-    assert sum(row["dense_reasons"].values()) == 6 * 2 * 6 and "warm-up step" not in row["dense_reasons"]
+    assert sum(row["dense_reasons"].values()) == 6 * 2 * 4 and "warm-up step" not in row["dense_reasons"]
 
 
 def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):

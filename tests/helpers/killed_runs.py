@@ -1,6 +1,6 @@
 """Calibrates a small model in child processes that are killed (SIGKILL) at random moments, until one gets through.
 
-Run by test_run.py in a process of its own: `python killed_runs.py FOLDER METHOD SEED`. Prints one JSON line: how often
+Run by tests/chaos in a process of its own: `python killed_runs.py FOLDER METHOD SEED`. Prints one JSON line: how often
 it was killed, how many records each attempt found and left, and whether the file equals that of a run left alone.
 """
 
@@ -40,8 +40,9 @@ def count(work: Path) -> int:
     return len(list(work.glob("records/*.json"))) + len(list(work.glob("trajectories/*.json")))
 
 
-def main(folder: Path, method: str, seed: int) -> None:
-    pipe, chance = wan_pipe(layers=2), random.Random(seed)
+def killed(pipe, folder: Path, method: str, seed: int, most: int = 6) -> dict:
+    """Calibrate alone, then in children of which up to `most` are killed: how often, records found and left, equal?"""
+    chance = random.Random(seed)
     began = time.monotonic()
     alone = calibrate(pipe, method, folder / "alone")
     length, work, out = time.monotonic() - began, folder / "killed", folder / "killed.json"
@@ -49,11 +50,12 @@ def main(folder: Path, method: str, seed: int) -> None:
     while not out.exists():
         found, child = count(work), os.fork()
         if child == 0:
-            data = calibrate(pipe, method, work)
-            out.with_suffix(".part").write_bytes(data)
-            os.replace(out.with_suffix(".part"), out)
-            os._exit(0)
-        goal = found + chance.randint(1, 4) if kills < 6 else 1 << 30  # killed a moment after some more records
+            try:
+                out.with_suffix(".part").write_bytes(calibrate(pipe, method, work))
+                os.replace(out.with_suffix(".part"), out)
+            finally:
+                os._exit(0)  # whatever happened: the caller's own code must not go on here
+        goal = found + chance.randint(1, 4) if kills < most else 1 << 30  # killed a moment after some more records
         while count(work) < goal:
             if os.waitpid(child, os.WNOHANG) != (0, 0):
                 break
@@ -64,9 +66,9 @@ def main(folder: Path, method: str, seed: int) -> None:
             os.waitpid(child, 0)
             kills += 1
         seen.append((found, count(work)))
-    print(json.dumps({"kills": kills, "records": seen, "equal": out.read_bytes() == alone, "total": total}))
+    return {"kills": kills, "records": seen, "equal": out.read_bytes() == alone, "total": total}
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    print(json.dumps(killed(wan_pipe(layers=2), Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))

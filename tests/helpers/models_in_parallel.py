@@ -1,5 +1,8 @@
 """A small generation, and a transformer spread over ranks, for tests of several processes."""
 
+import sys
+import tempfile
+
 import numpy as np
 import tiny_models as tiny
 import torch
@@ -37,6 +40,16 @@ def parallel(transformer, cp_plan=None, **degrees):
     torch.accelerator.device_count = lambda: 1
     transformer.enable_parallelism(config=ContextParallelConfig(**degrees), cp_plan=cp_plan)
     return transformer
+
+
+def on_two_ranks(work):
+    """Run `work(rank, folder)` in two processes; what each saved as `rank.pt`."""
+    method = (
+        "fork" if sys.platform == "linux" else "spawn"
+    )  # a forked process need not import torch and diffusers again
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(work, (folder,), nprocs=2, start_method=method)
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def config(**changes):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import kernels
 from heart_attention.masks import BlockMask, ClusterMask
@@ -61,7 +62,7 @@ cases = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     cases,
     st.sampled_from([1, 7, 16, 64, 128, 200]),
@@ -79,7 +80,7 @@ def test_blocks(case, block, block_k, tail, ordered):
         assert (run(name, mask, q, k, v) - expected).abs().max() <= TOLERANCE, name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cases, st.integers(1, 40), st.integers(1, 60))
 def test_clusters(case, q_clusters, k_clusters):
     generator = torch.Generator().manual_seed(case["seed"])

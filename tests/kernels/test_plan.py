@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.errors import HeartError
 from heart_attention.kernels import make_plan
@@ -11,7 +12,7 @@ from heart_attention.kernels.eager import token_mask
 from heart_attention.masks import BlockMask, ClusterMask
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())
 def test_block_plan_is_the_mask(seed, n, block, tail, ordered):
     generator = torch.Generator().manual_seed(seed)
@@ -29,7 +30,7 @@ def test_block_plan_is_the_mask(seed, n, block, tail, ordered):
             assert torch.equal(token_mask(plan, b, h), expected[b, h])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 70), st.integers(1, 12), st.integers(1, 30))
 def test_cluster_plan_is_the_mask(seed, n, q_clusters, k_clusters):
     generator = torch.Generator().manual_seed(seed)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention
@@ -17,7 +18,7 @@ from heart_attention.masks import BlockMask, ClusterMask, Text
 torch.set_num_threads(1)
 EVERY = [name for name in ("eager", "cpu", "gather") if not kernels.get(name).reasons_not(rest="mean")]
 TOLERANCE = 2e-6  # fp32, absolute, inputs of unit scale
-some = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def generator(seed):

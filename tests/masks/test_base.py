@@ -4,12 +4,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.errors import HeartError
 from heart_attention.masks import BlockMask, ClusterMask, Mask, Text
 
 torch.set_num_threads(1)
-some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def generator(seed):

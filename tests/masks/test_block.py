@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.errors import HeartError
 from heart_attention.masks import BlockMask
@@ -11,7 +12,7 @@ from heart_attention.masks import BlockMask
 from .test_base import random_blocks
 
 torch.set_num_threads(1)
-some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @some

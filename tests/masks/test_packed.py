@@ -5,13 +5,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from thoroughness import examples
 
 from heart_attention.masks import pack_bits, unpack_bits
 
 from .test_base import random_blocks, random_clusters, same
 
 torch.set_num_threads(1)
-some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @some

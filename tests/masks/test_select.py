@@ -5,11 +5,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from thoroughness import examples
 
 from heart_attention.masks import top_p
 
 torch.set_num_threads(1)
-some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 shares = st.floats(0.01, 0.999)
 # Small whole numbers: many ties, and sums that are exact, so that the brute-force twin decides the same way.
 score_rows = npst.arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(1, 12)), elements=st.integers(0, 6))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models_in_parallel import THRESHOLDS, calibration, config, generate, model
+from thoroughness import examples
 
 import heart_attention as heart
 from heart_attention import HeartError
@@ -22,7 +23,7 @@ from heart_attention.models.head_assignment import balance, by_cost, head_costs,
 SHIPPED = Path(heart.__file__).parent / "tiny" / "calibrations" / "xattention.heart.json"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=24), st.integers(2, 4))
 def test_an_assignment_is_complete_even_in_number_and_no_worse_than_in_order(costs, ranks):
     try:

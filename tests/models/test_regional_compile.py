@@ -81,7 +81,9 @@ def test_a_model_without_repeated_blocks_is_refused():
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """A compiler that only traces, so that tests take seconds."""
-    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        regional_compile.files, "cache_dir", lambda: tmp_path
+    )  # the C kernels stay where they are built
     monkeypatch.delenv(CACHE, raising=False)
     tracing = functools.partial(compile_blocks, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(attachment, "compile_blocks", tracing)

@@ -1,13 +1,12 @@
 """Ulysses context parallelism with two processes: equal to one process; ring refused; heads assigned by cost."""
 
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny_models as tiny
 import torch
-from models_in_parallel import calibration, config, generate, model, parallel
+from models_in_parallel import calibration, config, generate, model, on_two_ranks, parallel
 
 import heart_attention as heart
 from heart_attention import HeartError
@@ -115,9 +114,7 @@ def work(rank, folder):
 
 @pytest.fixture(scope="module")
 def results():
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (folder,), nprocs=2)
-        yield [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
+    return on_two_ranks(work)
 
 
 def test_two_ranks_equal_one_process(results):

@@ -4,13 +4,12 @@ None of these runs forces sparse attention. A rank that waits for another in vai
 """
 
 import datetime
-import tempfile
 import time
 
 import pytest
 import tiny_models as tiny
 import torch
-from models_in_parallel import generate, parallel
+from models_in_parallel import generate, on_two_ranks, parallel
 
 import heart_attention as heart
 from heart_attention.models.attachment import attach
@@ -70,9 +69,7 @@ def work(rank, folder):
 
 @pytest.fixture(scope="module")
 def results():
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (folder,), nprocs=2)
-        yield [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
+    return on_two_ranks(work)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "table" not in name])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.errors import HeartError
 from heart_attention.online.reuse import (
@@ -94,7 +95,7 @@ def test_norm_is_the_drift_from_zero():
         torch.testing.assert_close(norm(a), drift(a, torch.zeros_like(a)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 8), st.floats(0.0, 4.0), st.floats(0.01, 100.0))
 def test_the_papers_appendix_bound(seed, n, dim, change, scale):
     """mean |G_b - G_a| <= max(B_q, B_k) / sqrt(D) * full-token drift."""
@@ -149,7 +150,7 @@ def test_gate_counts_heads_over_processes():
         assert torch.equal(got[1], want[1])  # 4 of 8: as wished
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.floats(0, 1), st.floats(0, 1))
 def test_gate_against_the_rule_in_words(want, a, b):
     low, high = min(a, b), max(a, b)

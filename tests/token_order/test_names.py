@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import kernels, token_order
 from heart_attention.backbones import SVG2, XAttention
@@ -20,7 +21,7 @@ from heart_attention.token_order import tile_order_of
 from heart_attention.tuning import order as order_tuning
 
 torch.set_num_threads(1)
-some = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 sdpa = F.scaled_dot_product_attention
 GRID, N, H, D = (4, 4, 6), 96, 5, 16
 X = XAttention(stride=4, block=16)

@@ -4,13 +4,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.backbones import XAttention
 from heart_attention.errors import HeartError
 from heart_attention.token_order import tile_order, tiles
 
 torch.set_num_threads(1)
-some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("grid, block, tile", [((8, 8, 8), 64, (4, 4, 4)), ((8, 8, 16), 128, (4, 4, 8)),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.calibration.measure import draws
 from heart_attention.errors import HeartError
@@ -54,7 +55,7 @@ def test_unknown_strata():
         draws.strata(50, "late")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 2**40), st.integers(1, 8), st.integers(1, 12), st.integers(1, 12))
 def test_prompts_are_exactly_balanced(seed, layers, heads, prompts):
     assigned = draws.prompt_of_heads(seed, layers, heads, prompts)
@@ -79,7 +80,7 @@ def test_seeds_purposes_and_keys_give_different_draws():
     assert len(values) == 20
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 999), st.integers(1, 12), st.integers(4, 60), st.integers(1, 50))
 def test_contexts_are_distinct_and_balanced(seed, prompts, steps, count):
     intervals = draws.strata(steps, "paper")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.calibration.measure import velocity_error
 from heart_attention.errors import HeartError
@@ -35,7 +36,7 @@ def pair(shape, seed=0):
     return y + 0.1 * rng.standard_normal(shape), y
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.tuples(st.integers(1, 2), st.integers(1, 3), sizes, sizes, sizes), st.integers(0, 10**6))
 def test_bands_equal_the_literal_definition(shape, seed):
     v, y = pair(shape, seed)
@@ -85,7 +86,7 @@ def test_scale_does_not_matter():
     assert velocity_error.spectral(1e4 * v, 1e4 * y) == pytest.approx(velocity_error.spectral(v, y), rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.tuples(st.integers(1, 2), st.integers(1, 2), sizes, sizes, sizes),
     st.tuples(*[st.floats(0, 2)] * 4),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.calibration.solve import cbc, solver
 from heart_attention.errors import HeartError
@@ -61,7 +62,7 @@ def certified(result, E, S):
     assert result.bound <= result.objective and result.gap >= 0
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 8), st.integers(1, 4), st.integers(0, 10**6))
 def test_optimal_against_brute_force(kind, heads, candidates, seed):
     assume(candidates**heads <= 6561)
@@ -75,7 +76,7 @@ def test_optimal_against_brute_force(kind, heads, candidates, seed):
     assert result.proven
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 7), st.integers(1, 3), st.integers(0, 10**6), st.booleans())
 def test_mean_threshold_budget_against_brute_force(kind, heads, candidates, seed, on_grid):
     E, S, _ = instance(kind, heads, candidates, seed)
@@ -334,7 +335,7 @@ def test_tables_on_a_grid_are_proved_too(shares):
     assert result.proven and result.gap <= 1e-14 * result.objective
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(2, 5))
 def test_whole_gains_give_what_brute_force_gives(seed, heads, candidates):
     rng = np.random.default_rng(seed)

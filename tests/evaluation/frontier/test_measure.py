@@ -40,7 +40,7 @@ def test_velocity_errors_are_of_sparse_steps_along_the_dense_trajectory(made):
     assert 0 < fine < coarse and rows[PROMPTS[1], METHODS[0]][velocity.NAME] is None
     name = rows[PROMPTS[0], METHODS[0]]["stats"][len("stats/") : -len(".json")]
     errors = velocity.errors_of(Folder(out), name)
-    assert errors[0] == 0.0 and len(errors) == 7 and min(errors[1:]) > 0  # the first of so few steps stays dense
+    assert errors[0] == 0.0 and len(errors) == 5 and min(errors[1:]) > 0  # the first of so few steps stays dense
     assert velocity.NAME in found["conventions"]
 
 
@@ -49,7 +49,7 @@ def test_times_come_later_from_the_same_folder(made, tiny_pipe, monkeypatch):
     videos = {path: path.read_bytes() for path in (out / "videos").iterdir()}
     again = frontier(tiny_pipe, METHODS, PROMPTS, out, timed=1, times_only=True, **more)
     first = [r for r in again["rows"] if r["prompt"] == PROMPTS[0]]
-    assert all(r["timed"] and r["reference_s"]["total_s"] > 0 for r in first) and len(first[1]["steps_s"]) == 7
+    assert all(r["timed"] and r["reference_s"]["total_s"] > 0 for r in first) and len(first[1]["steps_s"]) == 5
     assert [r.get("psnr") for r in again["rows"]] == [r.get("psnr") for r in found["rows"]]
     assert sum(r["timed"] for r in again["rows"]) == 3 and {p: p.read_bytes() for p in videos} == videos
     monkeypatch.setattr(timing, "verdict", lambda rows: "")

@@ -5,12 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import SVG2, HeartConfig, XAttention
 from heart_attention.evaluation.studies import adjacent, drift, iou, timesteps
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.integers(0, 10_000), st.integers(1, 40), st.floats(0.1, 0.99))
 def test_minimal_set_reaches_the_mass_and_no_smaller_one_does(seed, n, mass):
     weights = torch.randn(3, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(3).softmax(-1)

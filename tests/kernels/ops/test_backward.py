@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import kernels
 from heart_attention.backbones import SVG2, XAttention
@@ -57,7 +58,7 @@ def random_mask(data, generator, heads, n):
     return BlockMask(torch.rand(shape, generator=generator) < density, block, n, n, order, block_k=block_k)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_shape(data):
     n, dim, heads = (data.draw(st.integers(1, most)) for most in (90, 40, 3))

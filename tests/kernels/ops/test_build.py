@@ -18,6 +18,8 @@ compiler = pytest.mark.skipif(not any(shutil.which(name) for name in ("cc", "gcc
 USE = """
 import torch
 from heart_attention import kernels
+from heart_attention.kernels.ops import build
+build.FLAG_SETS = (("-O0",),)  # builds quickly
 from heart_attention.masks import BlockMask
 q = torch.ones(1, 1, 40, 8)
 print(kernels.available()["cpu"])
@@ -74,6 +76,8 @@ def test_compiler_without_openmp_and_native_still_builds(monkeypatch, tmp_path):
     refuse = f'case "$*" in *-fopenmp*|*-march*) exit 1;; esac; exec {real} "$@"'
     monkeypatch.setenv("HEART_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", fake_compiler(tmp_path, refuse))
+    quick = tuple(("-O0", *flags[1:]) for flags in build.FLAG_SETS)
+    monkeypatch.setattr(build, "FLAG_SETS", quick)
     assert build.load().heart_has_openmp() == 0
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 70, 20, generator=generator) for _ in range(3))
@@ -106,7 +110,7 @@ def test_other_vector_widths_compute_the_same(monkeypatch, tmp_path_factory, wid
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX-512 is x86's")
 def test_avx512_text_compiles(tmp_path):
     """The compiler takes it and uses the wide registers; tools/avx512 runs it, in an emulator where need be."""
-    flags = "-O1 -mavx512f -mfma -std=gnu11 -Wall -Wno-unknown-pragmas -Werror -S"  # not every compiler has OpenMP
+    flags = "-O0 -mavx512f -mfma -std=gnu11 -Wall -Wno-unknown-pragmas -Werror -S"  # not every compiler has OpenMP
     command = [*build._compiler(), *flags.split(), "-o"]
     for source in build.sources():
         assembly = tmp_path / f"{source.stem}.s"

@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention.kernels.ops import native, rank
 
 torch.set_num_threads(1)
-some = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 compiled = pytest.mark.skipif(bool(native.reasons_not()), reason="no compiler")
 
 

@@ -3,6 +3,7 @@
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from heart_attention import kernels
 from heart_attention.kernels.ops import rest_part
@@ -11,7 +12,7 @@ from heart_attention.masks import BlockMask
 torch.set_num_threads(1)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 999), st.integers(1, 80), st.floats(0, 1), st.booleans(), st.sampled_from([1, 1 << 24]))
 def test_it_is_the_definitions_part(seed, n, density, ordered, floats):
     g = torch.Generator().manual_seed(seed)
