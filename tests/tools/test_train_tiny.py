@@ -20,6 +20,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow  # tests/tiny/test_silhouette.py reads as many clips of two worlds in `make test`
 def test_check_reads_rendered_clips():
     clips = data.batch(seed=5, step=0, size=48, frames=8, pixels=(96, 96))
     frames = (clips.video.permute(0, 2, 3, 4, 1) * 0.5 + 0.5).numpy()
