@@ -55,7 +55,7 @@ def on_paper(model: Model, backbone: Any) -> dict[str, float]:
         found["centroids"] = (rows + columns) * model.dim * 4 * h
     else:
         rows = columns = math.ceil(n / 128)
-    found["masks"] = rows * math.ceil(columns / 8) * h
+    found["masks"] = 0 if backbone.remaps else rows * math.ceil(columns / 8) * h  # a map made anew is not kept
     return {kind: size * states / GB for kind, size in found.items()}
 
 

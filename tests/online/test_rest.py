@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.config import HeartConfig
 from heart_attention.errors import HeartError
+from heart_attention.kernels import eager
 from heart_attention.masks import Text
 from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
@@ -102,17 +103,17 @@ def test_text_is_never_approximated():
 
 
 def test_error_rank_maps_anew_at_every_call():
+    """Only labels are kept between calls; what is computed is the map of the present tokens."""
     q, k, v = (torch.randn(1, H, N, D, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    served = engine(SVG2(4, 8, rank="error"), tau=0.2)
-    served.attend(call(0), q, k, v, sdpa)
-    group = next(iter(served._states.values())).groups[0]
-    before = group.packed.unpack()
-    generator = torch.Generator().manual_seed(9)
-    served.attend(
-        call(1), torch.randn(1, H, N, D, generator=generator), k, v + torch.rand(v.shape, generator=generator), sdpa
-    )
-    after = group.packed.unpack()
-    assert torch.equal(before.q_labels, after.q_labels) and not torch.equal(before.map, after.map)
+    backbone, generator, seen = SVG2(4, 8, rank="error"), torch.Generator().manual_seed(9), []
+    served = engine(backbone, tau=0.2)
+    for step, (q_now, v_now) in enumerate(((q, v), (torch.randn(q.shape, generator=generator), v * v))):
+        out = served.attend(call(step), q_now, k, v_now, sdpa)
+        group = next(iter(served._states.values())).groups[0]
+        assert group.plan is None and group.packed.bits.untyped_storage().nbytes() == 1
+        seen.append(backbone.remap(group.packed.unpack(), q_now, k, v_now, [0.2] * H))
+        assert torch.allclose(out, eager.KERNEL.run(eager.KERNEL.plan(seen[-1], "mean"), q_now, k, v_now), atol=2e-6)
+    assert torch.equal(seen[0].q_labels, seen[1].q_labels) and not torch.equal(seen[0].map, seen[1].map)
 
 
 def test_stats_tell_cost_and_the_mass_of_what_is_approximated():

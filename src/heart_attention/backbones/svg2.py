@@ -298,8 +298,8 @@ class SVG2(Backbone):
     def remap(
         self, mask: ClusterMask, q: Tensor, k: Tensor, v: Tensor | None, thresholds: Sequence[float]
     ) -> ClusterMask:
-        """The mask [B, H] with its clusters ranked anew by the present q, k, v, its labels as they are."""
-        fresh = replace(mask, map=mask.map.clone())
+        """The mask [B, H] with its clusters ranked anew by the present q, k, v: of the old one only the labels are read."""
+        fresh = replace(mask, map=mask.everything())
         tau = torch.tensor(list(thresholds), dtype=torch.float64).expand(mask.shape)
         if self.rank == "mass":
             self._choose(fresh, self._rank(mask, q, k, v), tau)

@@ -81,14 +81,24 @@ class ClusterMask(Mask):
 
         Clusters become equal stretches of tokens, which is what kernels like best; text keeps its two clusters.
         """
-        kept, extra = torch.ones_like(grown(self.map, batch, heads)), 0 if text is None else 2
-        if text is not None:  # unused slots attend only to themselves
-            kept[..., -1, :-1] = False
-            kept[..., :-1, -1] = False
+        kept, extra = self._everything(grown(self.map, batch, heads), text), 0 if text is None else 2
         q_labels = _even_labels(grown(self.q_labels, batch, heads), kept.shape[2] - extra)
         return ClusterMask(
             kept, q_labels, _even_labels(grown(self.k_labels, batch, heads), kept.shape[3] - extra), text
         )
+
+
+    def everything(self) -> Tensor:
+        """The map that keeps all there is, bool [B, H, Cq, Ck]."""
+        return self._everything(self.map, self.text)
+
+    @staticmethod
+    def _everything(like: Tensor, text: Text | None) -> Tensor:
+        kept = torch.ones_like(like)
+        if text is not None:  # unused slots attend only to themselves
+            kept[..., -1, :-1] = False
+            kept[..., :-1, -1] = False
+        return kept
 
 
 def _even_labels(labels: Tensor, clusters: int) -> Tensor:

@@ -59,9 +59,13 @@ class GroupMask(ClusterMask):
 
     def full_like(self, batch: int, heads: int, text: Text | None) -> GroupMask:
         """A mask of the same size that keeps everything, for heads with τ ≥ 1: groups are stretches of tokens."""
-        kept = torch.ones_like(grown(self.map, batch, heads))
+        kept = self._everything(grown(self.map, batch, heads), text)
         labels = (self._in_raster(grown(x, batch, heads)) for x in (self.q_labels, self.k_labels))
         return replace(self, map=kept, **dict(zip(("q_labels", "k_labels"), labels)), text=text)
+
+    @staticmethod
+    def _everything(like: Tensor, text: Text | None) -> Tensor:
+        return torch.ones_like(like)
 
     def _in_raster(self, labels: Tensor) -> Tensor:
         place = torch.arange(labels.shape[-1], device=labels.device) // self.group

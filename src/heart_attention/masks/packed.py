@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,11 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return tensor_bytes(self.bits) + self.mask.nbytes
+        return self.bits.untyped_storage().nbytes() + self.mask.nbytes
+
+    def without_bits(self) -> Packed:
+        """All but what is kept, for masks whose map is made anew before it is used; it unpacks to nothing kept."""
+        return replace(self, bits=self.bits.new_zeros(1).expand(self.bits.shape))
 
     def unpack(self) -> Any:
         """The mask that was packed."""

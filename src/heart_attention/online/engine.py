@@ -402,7 +402,9 @@ class Engine(Handler):
                 group.plan = group.kernel.plan(group.packed.unpack(), group.spec.rest)
                 request.timer.lap("planning")
             result = self._run_kernel(request, group, q, k, v, whole)
-            if group.plan.nbytes * 2 * self.layers * self.transformers > PLAN_BYTES:
+            if group.backbone.remaps:  # the next call makes both anew
+                group.packed, group.plan = group.packed.without_bits(), None
+            elif group.plan.nbytes * 2 * self.layers * self.transformers > PLAN_BYTES:
                 group.plan = None
         if result is not whole or whole.data_ptr() != out[:, group.places[0] :].data_ptr():
             out[:, group.places] = result
