@@ -87,7 +87,6 @@ class ClusterMask(Mask):
             kept, q_labels, _even_labels(grown(self.k_labels, batch, heads), kept.shape[3] - extra), text
         )
 
-
     def everything(self) -> Tensor:
         """The map that keeps all there is, bool [B, H, Cq, Ck]."""
         return self._everything(self.map, self.text)
