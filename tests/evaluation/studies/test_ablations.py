@@ -29,9 +29,15 @@ def test_matched_policies_are_the_nearest_there_are(rate):
 @pytest.fixture(scope="module")
 def bench(tiny_pipe, small_call, tmp_path_factory):
     out = tmp_path_factory.mktemp("ablate")
-    setting = run.Setting("tiny", small_call)
+    setting = run.Setting("tiny", {**small_call, "num_inference_steps": 7})  # the paper's five dense steps and two more
     return ablations.Bench(tiny_pipe, "tiny", "xattention", ["a red circle moves right on a blue background"], [0],
                            setting, Path(out), methods.sort_calibrations([paper_calibration(out / "c.heart.json")]))  # fmt: skip
+
+
+def test_generations_that_are_wholly_dense_are_refused(bench, small_call):
+    short = dataclasses.replace(bench, setting=run.Setting("tiny", {**small_call, "num_inference_steps": 5}))
+    with pytest.raises(HeartError, match="all 5 steps .* give more steps"):
+        ablations.components(short)
 
 
 @pytest.mark.slow  # components are run by `make test`: the same way through the bench

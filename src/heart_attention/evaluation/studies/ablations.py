@@ -15,6 +15,7 @@ import numpy as np
 from ...errors import HeartError
 from ...files import write_atomic
 from ...online.reuse import TMR, Interval, Warmup
+from ...online.warmup import first_steps
 from .. import cases, methods, pipelines, run, tables
 from ..cases import Cluster
 from ..methods import Method
@@ -53,6 +54,9 @@ class Bench:
 
     def run(self, chosen: Sequence[Method], name: str) -> dict:
         """Run them after dense; generations that another table made already are taken from the same folder."""
+        steps = int(self.setting.call.get("num_inference_steps", 50))
+        if all(first_steps(method.config.dense_steps, steps) >= steps for method in chosen):
+            raise HeartError(f"all {steps} steps of a generation are dense ones of every method: give more steps")
         results = self.generate(chosen)
         summary = tables.summarise(results)
         write_atomic(self.out / f"{name}.md", tables.markdown(summary, results))
