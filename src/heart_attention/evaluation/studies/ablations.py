@@ -55,8 +55,9 @@ class Bench:
     def run(self, chosen: Sequence[Method], name: str) -> dict:
         """Run them after dense; generations that another table made already are taken from the same folder."""
         steps = int(self.setting.call.get("num_inference_steps", 50))
-        if all(first_steps(method.config.dense_steps, steps) >= steps for method in chosen):
-            raise HeartError(f"all {steps} steps of a generation are dense ones of every method: give more steps")
+        whole = [method.name for method in chosen if first_steps(method.config.dense_steps, steps) >= steps]
+        if whole:
+            raise HeartError(f"all {steps} steps are dense ones of {whole[0]}: give more steps")
         results = self.generate(chosen)
         summary = tables.summarise(results)
         write_atomic(self.out / f"{name}.md", tables.markdown(summary, results))
