@@ -75,7 +75,7 @@ class PointTable:
 
     Args:
         points: the operating points.
-        choice: index into `points` for every head, [transformers][phases][layers][heads].
+        choice: index into `points` for every head, `[transformers][phases][layers][heads]`.
         phases: noise levels σ that divide the phases, descending, one fewer than there are phases.
     """
 
