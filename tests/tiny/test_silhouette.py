@@ -29,7 +29,10 @@ def drawn(shape: str, x: float = 48, y: float = 48, r: float = 15, side: int = 9
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("frames", "side", "clips"), [(8, 96, 48), pytest.param(16, 128, 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("frames", "side", "clips"),
+    [(8, 96, 24), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((8, 96, 48), (16, 128, 16)))],
+)
 def test_rendered_clips_pass(world, frames, side, clips):
     batch = data.batch(6, 0, clips, frames, (side, side), WORLDS[world])
     found = [tiny.check(f, c) for f, c in zip(frames_of(batch.video), batch.captions, strict=True)]
