@@ -94,6 +94,7 @@ def _tile_types(config: Any, d: int, dtype: str) -> dict[str, str]:
 def prediction_cases(d: int) -> Iterator[Case]:
     """XAttention scoring, k-means and pooling, bf16 tokens."""
     from heart_attention.kernels.ops import triton_predict as predict
+    from heart_attention.kernels.triton_attention import RUN, launch_options
 
     def case(
         name: str,
@@ -140,6 +141,9 @@ def prediction_cases(d: int) -> Iterator[Case]:
         "means of key blocks", "cluster_means", {"c_ptr": "*bf16"}, rows | {"PERM": False}, predict.reduce_launch()
     )
     yield case("token means", "pooled_sums", {}, rows, predict.reduce_launch())
+    if d == 128:
+        lists = dict.fromkeys(("col_ptr", "count_ptr", "run_ptr", "found_ptr"), "*i32") | {"first_ptr": "*i64"}
+        yield case("kept keys of clusters", "kept_runs", lists, {"RUN": RUN, "BLOCK": 2048}, launch_options(4, 1))
 
 
 def _tokens(dtype: str) -> dict[str, str]:

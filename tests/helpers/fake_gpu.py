@@ -151,6 +151,7 @@ class _Stub:
 
 KERNELS = (
     "attention", "antidiagonal_sums", "antidiagonal_blocks", "nearest_centroid", "cluster_means", "pooled_sums",
+    "kept_runs",
 )  # fmt: skip
 
 

@@ -270,9 +270,27 @@ def test_runs_pack_touching_clusters():
     labels = torch.arange(4, dtype=torch.int16).repeat_interleave(torch.tensor([3, 5, 20, 2]))[None, None]
     kept = torch.tensor([[1, 1, 0, 1]], dtype=torch.bool)[None, None]
     mask = ClusterMask(kept, torch.zeros_like(labels), labels)
-    runs, pointer = triton_attention.key_runs(triton_attention.KERNEL.plan(mask))
+    runs, first, end = triton_attention.key_runs(triton_attention.KERNEL.plan(mask))
     assert [(int(r) >> 5, int(r) & 31) for r in runs] == [(0, 8), (28, 2)]
-    assert pointer.tolist() == [0, 2]
+    assert first.tolist() == [0] and end.tolist() == [2]
+
+
+@few
+@given(n=st.integers(1, 300), clusters=st.integers(1, 21), density=st.floats(0, 1), seed=st.integers(0, 99))
+def test_runs_of_a_device_are_those_that_are_counted(n, clusters, density, seed):
+    g = generator(seed)
+    plan = triton_attention.KERNEL.plan(random_clusters(g, n, 3, clusters, density, batch=2))
+    want = triton_attention.key_runs_counted(plan)
+    room = n // triton_attention.RUN + (clusters + 1) // 2
+    got = triton_attention.key_runs_on_device(plan, room)
+    spans = [[runs[a:b].tolist() for a, b in zip(first, end)] for runs, first, end in (got, want)]
+    assert spans[0] == spans[1]
+    assert int((got.run_end - got.run_first).max()) <= room
+    plan.extra.update(got._asdict())
+    plan.extra.pop(f"work{plan.extra['rows']}")
+    q, k, v = qkv(g, n, 8, batch=2)
+    counted = triton_attention.KERNEL.plan(random_clusters(generator(seed), n, 3, clusters, density, batch=2))
+    assert torch.equal(triton_attention.KERNEL.run(plan, q, k, v), triton_attention.KERNEL.run(counted, q, k, v))
 
 
 def test_longest_work_comes_first():

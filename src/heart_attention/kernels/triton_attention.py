@@ -15,7 +15,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ from .plan import Plan, make_plan
 
 RUN = 16  # keys in one packed run; a power of two, at most 31
 RUN_BITS = 5  # as in triton_code
+RUN_GROUPS = 8192  # key clusters whose runs one program lists
+RUN_BYTES = 1 << 30  # a list of runs with room may take so much
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_SIZE_LIMIT = 256
 LOG2E = math.log2(math.e)
@@ -159,7 +161,7 @@ class Triton(Kernel):
     def _plan(self, mask: Any, rest: str, part: bool) -> Plan:
         plan = make_plan(mask, self.name, part=part, rest=rest)
         if plan.kind == "cluster":
-            plan.extra["runs"], plan.extra["run_ptr"] = key_runs(plan)
+            plan.extra.update(key_runs(plan)._asdict())
         rows, plan.extra["block"] = mask.block_shape or (-(-plan.n_q // plan.counts.shape[-1]), 0)
         plan.extra["rows"] = tile_rows(rows)
         if plan.rest_ptr is not None:
@@ -248,11 +250,45 @@ def tile_rows(size: int) -> int:
     return max(16, min(128, 1 << max(size - 1, 0).bit_length()))
 
 
-def key_runs(plan: Plan) -> tuple[Tensor, Tensor]:
-    """Kept keys of every query cluster as packed runs, int32 [R], and where each row's runs begin, int64 [rows + 1].
+class Runs(NamedTuple):
+    """Kept keys of every query cluster as packed runs."""
 
-    Kept clusters that touch in sorted order are joined first: they are one stretch of keys.
+    runs: Tensor  # int32, first position << RUN_BITS | length
+    run_first: Tensor  # int64 [rows], where each row's runs begin
+    run_end: Tensor  # int64 [rows], and where they end
+
+
+def key_runs(plan: Plan) -> Runs:
+    """Kept keys of every query cluster as packed runs.
+
+    Kept clusters that touch in sorted order are joined first: they are one stretch of keys. A GPU writes them with room
+    for the most that a row can have, because their number is not known to the host; only a list that would take more
+    than `RUN_BYTES` is counted first, and the host waits for the count.
     """
+    groups = plan.k_starts.shape[-1] - 1
+    room = plan.n_k // RUN + (groups + 1) // 2  # each stretch has at most one run that is not full
+    if plan.device.type == "cuda" and groups <= RUN_GROUPS and 4 * plan.counts.numel() * room <= RUN_BYTES:
+        return key_runs_on_device(plan, room)
+    return key_runs_counted(plan)
+
+
+def key_runs_on_device(plan: Plan, room: int) -> Runs:
+    """`key_runs` by one launch, with `room` runs for every row."""
+    from . import triton_code
+
+    rows, groups = plan.counts.numel(), plan.k_starts.shape[-1] - 1
+    runs = torch.empty(rows * room, dtype=torch.int32, device=plan.device)
+    found = torch.empty(rows, dtype=torch.int32, device=plan.device)
+    triton_code.kept_runs[(rows,)](
+        plan.cols, plan.row_ptr, plan.counts, plan.k_starts, runs, found, plan.counts.shape[-1], groups, room,
+        RUN=RUN, BLOCK=max(16, 1 << (groups - 1).bit_length()), **launch_options(4, 1),
+    )  # fmt: skip
+    first = torch.arange(rows, device=plan.device) * room
+    return Runs(runs, first, first + found)
+
+
+def key_runs_counted(plan: Plan) -> Runs:
+    """`key_runs` in PyTorch, a list without room."""
     rows, device = plan.counts.numel(), plan.device
     entry = torch.arange(len(plan.cols), device=device)
     row = torch.searchsorted(plan.counts.reshape(-1).cumsum(0), entry, right=True)  # [entries]
@@ -270,9 +306,9 @@ def key_runs(plan: Plan) -> tuple[Tensor, Tensor]:
     stretch = torch.searchsorted(last, run, right=True)
     position = opened[stretch] + (run - (last - pieces)[stretch]) * RUN
     length = (end[stretch] - position).clamp(max=RUN)
-    per_row = torch.zeros(rows, dtype=torch.int64, device=device).index_add_(0, row, pieces)
-    run_ptr = torch.cat([per_row.new_zeros(1), per_row.cumsum(0)])
-    return ((position << RUN_BITS) | length).to(torch.int32), run_ptr
+    run_end = torch.zeros(rows, dtype=torch.int64, device=device).index_add_(0, row, pieces).cumsum(0)
+    run_first = torch.cat([run_end.new_zeros(1), run_end[:-1]]) if rows else run_end
+    return Runs(((position << RUN_BITS) | length).to(torch.int32), run_first, run_end)
 
 
 def work_list(plan: Plan, block_m: int) -> Tensor:
@@ -314,7 +350,7 @@ def _tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor]:
 def _kept_range(plan: Plan) -> tuple[Tensor, Tensor]:
     """First and end entry of every row in the list of what it keeps, int64 [heads * rows]."""
     if plan.kind == "cluster":
-        return plan.extra["run_ptr"][:-1], plan.extra["run_ptr"][1:]
+        return plan.extra["run_first"], plan.extra["run_end"]
     first = plan.row_ptr[..., :-1].reshape(-1)
     return first, first + plan.counts.reshape(-1)
 

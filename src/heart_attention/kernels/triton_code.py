@@ -322,3 +322,40 @@ def pooled_sums(
         total += tl.load(x_tile, mask=(pos + m < end)[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
     out = out_ptr + (bh.to(tl.int64) * splits + tl.program_id(0)) * D + d
     tl.store(out, tl.sum(total, 0), mask=d_ok)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two numbers, for scans."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def kept_runs(
+    col_ptr, first_ptr, count_ptr, start_ptr, run_ptr, found_ptr, rows, groups, room,
+    RUN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Kept clusters of one query cluster as packed runs of keys, from run_ptr[row · room] on, and how many there are.
+
+    Clusters that touch in sorted order are one stretch: it is written by the entry that closes it.
+    """
+    row = tl.program_id(0)
+    head = row // rows
+    cols = col_ptr + tl.load(first_ptr + row + head)  # int64: each head has one boundary more than rows
+    starts = start_ptr + head * (groups + 1)
+    count = tl.load(count_ptr + row)
+    i = tl.arange(0, BLOCK)
+    ok = i < count
+    begin = tl.load(starts + tl.load(cols + i, mask=ok, other=0), mask=ok, other=0)
+    end = tl.load(starts + tl.load(cols + i, mask=ok, other=0) + 1, mask=ok, other=0)
+    later = ok & (i > 0)
+    before = tl.load(starts + tl.load(cols + i - 1, mask=later, other=0) + 1, mask=later, other=-1)
+    earlier = i + 1 < count
+    after = tl.load(starts + tl.load(cols + i + 1, mask=earlier, other=0), mask=earlier, other=-1)
+    opened = tl.associative_scan(tl.where(ok & (begin != before), begin, 0), 0, larger)  # positions ascend
+    pieces = tl.where(ok & (end != after), (end - opened + RUN - 1) // RUN, 0)
+    tl.store(found_ptr + row, tl.sum(pieces, 0))
+    place = run_ptr + row.to(tl.int64) * room + tl.cumsum(pieces, 0) - pieces
+    for j in range(0, tl.max(pieces, 0)):
+        position = opened + j * RUN
+        tl.store(place + j, (position << RUN_BITS) | tl.minimum(end - position, RUN), mask=j < pieces)
