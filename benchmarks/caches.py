@@ -26,6 +26,7 @@ from heart_attention import api, tiny
 from heart_attention.evaluation.metrics.similarity import psnr
 from heart_attention.evaluation.video import to_uint8
 from heart_attention.files import write_json
+from ratios import Ratio, add_arguments, settle
 
 SEEN = 6  # held-out prompts that calibrations verify on
 
@@ -106,7 +107,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--size", choices=("native", "quick"), default="native")
+    add_arguments(parser)
     args = parser.parse_args()
+    told = []
     bench = Bench(args)
     for cache in CACHES:
         for attention in ATTENTION:
@@ -119,6 +122,8 @@ def main() -> None:
                 f"| {means['model']:.2f}x |",
                 flush=True,
             )
+            told.append(Ratio(f"{cache}, {attention}, {bench.name}", means["model"], "of dense by the cost table"))
+    settle("caches", told, args.store)
 
 
 if __name__ == "__main__":

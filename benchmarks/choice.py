@@ -19,24 +19,26 @@ import torch
 import heart_attention as heart
 from heart_attention import tiny
 from heart_attention.calibration.workflow.defaults import default_points
+from ratios import Ratio, add_arguments, settle
 
 SETS = {"all points": ("svg2", "xattention", "band"), "clusters": ("svg2",), "blocks": ("xattention",)}
 
 
-def share_trajectories(work: Path, folder: Path) -> None:
-    """Link the dense trajectories that another calibration of this benchmark has recorded."""
-    for known in sorted(work.glob("*/trajectories")):
-        if known.parent != folder and not (folder / "trajectories").exists():
-            (folder / "trajectories").mkdir(parents=True)
-            for path in known.iterdir():
-                os.link(path, folder / "trajectories" / path.name)
+def share(work: Path, folder: Path, name: str) -> None:
+    """Link what other calibrations of this benchmark know: dense trajectories, and gradients of the same set of points."""
+    known = {"trajectories": [*work.glob("*/trajectories/*")], "records": [*work.glob(f"{name} */records/gradient_*")]}
+    for part, paths in known.items():
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            if not (folder / part / path.name).exists():
+                os.link(path, folder / part / path.name)
 
 
 def calibrated(pipe: Any, name: str, budget: float, args: argparse.Namespace) -> dict[str, float] | None:
     """Held-out errors of one set of points under a budget, None where no assignment is that quick."""
     work = Path(args.work)
     folder = work / f"{name} {budget:g}"
-    share_trajectories(work, folder)
+    share(work, folder, name)
     points = tuple(point for point in default_points(pipe) if point.backbone.name in SETS[name])
     try:
         made = heart.calibrate(
@@ -62,16 +64,21 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=4)
     for name, value in (("phases", 4), ("contexts", 8), ("steps", 50), ("rounds", 1), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     pipe = tiny.load()
     pipe.set_progress_bar_config(disable=True)
     budgets, sets = [float(b) for b in args.budgets.split(",")], args.sets.split(",")
-    rows = []
+    rows, told = [], []
     for budget in budgets:
         found = {name: calibrated(pipe, name, budget, args) for name in sets}
         single = [row["error"] for name, row in found.items() if row and name != "all points"]
         for name, row in found.items():
+            if row and single and name == "all points":
+                told.append(
+                    Ratio(f"{name} at time {budget:g}", row["error"] / min(single), "of the best single", False)
+                )
             if row:
                 over = f"{row['error'] / min(single):.2f}" if single and name == "all points" else ""
                 rows.append(
@@ -79,6 +86,7 @@ def main() -> None:
                 )
     print(f"\n{'time':>6}  {'points':<12}{'cost':>7}{'held out':>11}{'XAttention 0.9':>16}{'over single':>12}")
     print("\n".join(rows))
+    settle("choice", told, args.store)
 
 
 if __name__ == "__main__":

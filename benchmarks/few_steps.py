@@ -29,6 +29,7 @@ from heart_attention.evaluation.video import to_uint8
 from heart_attention.files import write_json
 from heart_attention.online import cost_model
 from heart_attention.online.cost_model import Share
+from ratios import Ratio, add_arguments, settle
 
 SEEN = 6  # held-out prompts that calibrations verify on
 
@@ -139,8 +140,9 @@ def quality(bench: Bench, steps: int, wanted: Sequence[str]) -> None:
         )
 
 
-def times(bench: Bench, steps: int, wanted: Sequence[str]) -> None:
+def times(bench: Bench, steps: int, wanted: Sequence[str]) -> list[Ratio]:
     """Attention of dense over a method's, the median of some rounds."""
+    told = []
     seconds: dict[str, list[float]] = {method: [] for method in ("dense", *wanted)}
     for turn in range(bench.args.rounds + 1):
         for method, kept in seconds.items():
@@ -149,6 +151,10 @@ def times(bench: Bench, steps: int, wanted: Sequence[str]) -> None:
         ratios = [dense / own for dense, own in zip(seconds["dense"][1:], kept[1:])]
         low, high = min(ratios), max(ratios)
         print(f"{steps} steps  {method:34} {statistics.median(ratios):.2f}x ({low:.2f}-{high:.2f})", flush=True)
+        told.append(
+            Ratio(f"{method}, {steps} steps, {bench.args.threads} threads", statistics.median(ratios), "of dense")
+        )
+    return told
 
 
 def main() -> None:
@@ -163,11 +169,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="the small size")
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     bench, wanted = Bench(args), args.methods.split(";")
-    for steps in map(int, args.steps.split(",")):
-        (times if args.times else quality)(bench, steps, wanted)
+    numbers = [int(steps) for steps in args.steps.split(",")]
+    if args.times:
+        settle("few_steps", [ratio for steps in numbers for ratio in times(bench, steps, wanted)], args.store)
+        return
+    for steps in numbers:
+        quality(bench, steps, wanted)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from heart_attention import tiny
 from heart_attention.evaluation import methods as named
 from heart_attention.evaluation.tables import interval
 from heart_attention.files import write_json
+from ratios import Ratio, add_arguments, settle
 
 SEEN = 6  # held-out prompts that calibrations verify on
 
@@ -145,11 +146,12 @@ def times(bench: Bench, wanted: Sequence[str], rounds: int) -> None:
         print(json.dumps(kept[-1]), flush=True)
 
 
-def table(bench_folder: Path, steps: int, against: str) -> None:
-    """Print means, and paired differences from one method with 95 % intervals."""
+def table(bench_folder: Path, steps: int, against: str) -> list[Ratio]:
+    """Print means, and paired differences from one method with 95 % intervals; give the ratios of times."""
     rows = [json.loads(p.read_text()) for p in sorted(bench_folder.glob(f"* {steps} * *.json"))]
     path = bench_folder / f"times {steps}.json"
     rounds = json.loads(path.read_text()) if path.is_file() else []
+    told: list[Ratio] = []
     by_method: dict[str, dict] = {}
     for row in rows:
         by_method.setdefault(row["method"], {})[row["prompt"], row["seed"]] = row
@@ -166,6 +168,9 @@ def table(bench_folder: Path, steps: int, against: str) -> None:
         ]
         print(f"{method:<30}{len(found):>7}{mine[0]:>9.2f}{f'{mean:+.2f} ± {half:.2f}':>32}{mine[1]:>9.3f}{mine[2]:>7.3f}"
               f"{mine[3]:>10.0%}{quick[0]:>10.2f}×{quick[1]:>7.2f}×")  # fmt: skip
+        parts = zip(("attention", "whole"), quick)
+        told += [Ratio(f"{method}, {steps} steps, {part}", float(x), "of dense") for part, x in parts if x == x]
+    return told
 
 
 def main() -> None:
@@ -183,6 +188,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, nargs="?", const=1, help="rounds of times to add")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--against", default="xattention 0.9, dropped", help="paired differences from this method")
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     wanted = args.methods.split(";")
@@ -192,7 +198,7 @@ def main() -> None:
             times(bench, [m for m in wanted if m != "dense"], args.times)
         else:
             quality(bench, wanted)
-    table(Path(args.work), args.steps, args.against)
+    settle("rest", table(Path(args.work), args.steps, args.against), args.store)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from heart_attention.calibration.measure.candidates import Spec
 from heart_attention.calibration.measure.replay import Replay
 from heart_attention.files import write_json
 from heart_attention.online.points import Point
+from ratios import Ratio, add_arguments, settle
 
 SEEN = 6  # held-out prompts that calibrations verify on
 STEPS = 25
@@ -111,8 +112,8 @@ def output_errors(pipe: Any, folder: Path) -> list[tuple[float, float, float, fl
     return rows
 
 
-def show(title: str, found: dict[str, list[dict]]) -> None:
-    """One table."""
+def show(title: str, found: dict[str, list[dict]]) -> dict[str, float]:
+    """One table; gives the mean error of every point."""
     print(
         f"\n{title}: {len(next(iter(found.values())))} contexts\n{'point':<42}{'cost':>7}{'velocity error':>16}{'geometric':>12}"
     )
@@ -120,6 +121,7 @@ def show(title: str, found: dict[str, list[dict]]) -> None:
         errors = [row["error"] for row in rows]
         cost = np.mean([row["cost"] for row in rows])
         print(f"{name:<42}{cost:>7.3f}{np.mean(errors):>16.5f}{np.exp(np.mean(np.log(errors))):>12.5f}")
+    return {name: float(np.mean([row["error"] for row in rows])) for name, rows in found.items()}
 
 
 def main() -> None:
@@ -130,12 +132,13 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=4, help="steps of each prompt")
     parser.add_argument("--control", type=int, default=1, help="prompts of the random-weight control")
     parser.add_argument("--threads", type=int, default=2)
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     prompts = tiny.prompts("heldout")[SEEN : SEEN + args.prompts]
     pipe = tiny.load()
     pipe.set_progress_bar_config(disable=True)
-    show("trained weights", measured(pipe, args.work / "trained", prompts, args.contexts))
+    errors = show("trained weights", measured(pipe, args.work / "trained", prompts, args.contexts))
     print("\nattention output at equal masks, clusters 128 × 256\n   share  density   dropped    means   ratio")
     for share, density, drop, mean in output_errors(pipe, args.work):
         print(f"{share:>8.2f}{density:>9.3f}{drop:>10.4f}{mean:>9.4f}{mean / drop:>8.3f}")
@@ -143,6 +146,10 @@ def main() -> None:
         control = tiny.load_random()
         control.set_progress_bar_config(disable=True)
         show("random weights", measured(control, args.work / "random", prompts[: args.control], args.contexts))
+    first, *others = errors.items()
+    settle(
+        "velocity", [Ratio(name, x / first[1], f"of the error of {first[0]}", False) for name, x in others], args.store
+    )
 
 
 if __name__ == "__main__":
