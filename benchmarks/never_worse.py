@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from collections.abc import Iterator
@@ -151,7 +152,9 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    logging.getLogger("heart_attention").setLevel(logging.ERROR)  # calibrations say at every size that they are of another
     pipe = tiny.load()
+    pipe.set_progress_bar_config(disable=True)
     names = [n for n in configs(pipe) if any(word in n for word in args.methods.split(","))]
     todo = list(cells([int(n) for n in args.tokens.split(",")], [int(s) for s in args.steps.split(",")], names))
     args.out.parent.mkdir(parents=True, exist_ok=True)

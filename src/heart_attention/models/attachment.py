@@ -19,6 +19,7 @@ from ..errors import HeartError
 from ..masks import Text
 from ..online.call import CallContext, Handler
 from ..online.clock import Clock
+from ..online.stats import Timer
 from . import compat, custom_ops, family_of, moved_tokens, plain_copy, processors
 from .compat import unwrapped
 from .families.base import Family, Grid, count
@@ -57,6 +58,9 @@ class Layer:
         self.handle = custom_ops.handle(self)
         self.forward = attachment.handle
         self.calls = 0  # in this forward, for models that attend item by item
+        self.plain: tuple[int, ...] | None = (
+            None  # shape of a query that nothing but the handler had a reason to refuse
+        )
         self.refused: Any = None  # a processor of the user's that we cannot serve
 
     @property
@@ -184,6 +188,26 @@ class Attachment:
         if present is layer.refused:
             self.fallback(layer, f"a processor HEART cannot serve: {reason or 'as before'}")
 
+    def surely_dense(self, layer: Layer, query: torch.Tensor) -> str:
+        """Why a call with this query [B, N, H, D] runs dense, where that is known without a look at it; else nothing.
+
+        Small models make thousands of such calls, in which every view costs a share of the attention itself.
+        """
+        if self._call is None or self._unreadable or query.shape != layer.plain or query.requires_grad:
+            return ""
+        return self.handler.surely_dense(self._call, layer.info.index, query.shape)
+
+    def attend_densely(
+        self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: Any, reason: str
+    ) -> torch.Tensor:
+        """A call that runs dense for this reason, [B, N, H, D] as the model laid it out."""
+        assert self._call is not None
+        timer = Timer(query.is_cuda)
+        out = dense.raw(query, key, value)
+        timer.lap("dense")
+        self.handler.note_dense(self._call, layer.info.index, timer, reason)
+        return out
+
     def attend(
         self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: processors.Dense, **at: Any
     ) -> torch.Tensor:
@@ -197,6 +221,9 @@ class Attachment:
         if reason is not None:
             self._note_fallback(call, reason)
             return dense(q, k, v)
+        layer.plain = (
+            None if front or self.family.item_by_item or at else (q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+        )
         if front:
             return moved_tokens.attend(self.handler, call, q, k, v, dense, front, self._tokens)
         return self.handler.attend(call, q, k, v, dense)

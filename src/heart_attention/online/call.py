@@ -89,6 +89,13 @@ class Handler:
         """Answer one call: q, k, v [B, H, N, D] (views) -> [B, H, N, D]; `dense(q, k, v)` is the user's own."""
         return dense(q, k, v)
 
+    def surely_dense(self, call: CallContext, layer: int, shape: torch.Size) -> str:
+        """Why the call of a layer in this forward will run dense, if its shape [B, N, H, D] tells; nothing if it may not."""
+        return ""
+
+    def note_dense(self, call: CallContext, layer: int, timer: Any, reason: str) -> None:
+        """The call of a layer was surely dense, and ran."""
+
     def fallback(self, call: CallContext, reason: str) -> None:
         """A call ran dense without coming here."""
 

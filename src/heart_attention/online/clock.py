@@ -117,7 +117,7 @@ class Clock:
     def _tick_by_time(self, timestep: torch.Tensor | float | None) -> Moment:
         time = torch.as_tensor(float("nan") if timestep is None else timestep).detach().cpu()
         value = _value(time, wait=True, rising=self.rising)
-        step = self._scheduler_step(time)
+        step = self._scheduler_step(time, value)
         changed = self._time is None or time.shape != self._time.shape or not torch.equal(time, self._time)
         if self._starts_over(value, step, changed):
             self.reset()
@@ -159,7 +159,7 @@ class Clock:
     def _find_scheduler(self) -> Any:
         return self._scheduler() if self._scheduler is not None else None
 
-    def _scheduler_step(self, time: torch.Tensor) -> int | None:
+    def _scheduler_step(self, time: torch.Tensor, value: float | None) -> int | None:
         """The scheduler's own step counter, if it stands at the timestep the model got."""
         scheduler = self._find_scheduler()
         times = getattr(scheduler, "timesteps", None)
@@ -167,7 +167,6 @@ class Clock:
             return None
         begin = getattr(scheduler, "begin_index", None) or 0
         index = begin if scheduler.step_index is None else scheduler.step_index
-        value = _value(time, wait=True, rising=self.rising)
         if value is None or not 0 <= index < len(times):
             return None
         # through the model's dtype: pipelines round timesteps to bf16

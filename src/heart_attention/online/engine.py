@@ -28,7 +28,7 @@ from .layer_state import HeadGroup, LayerState, Request
 from .payoff import TOO_FEW, Payoff
 from .points import GroupSpec, ModelPoints, restrict
 from .predict import predict_some
-from .stats import Recorder, Row, Stats, Timer
+from .stats import ALL_DENSE, Recorder, Row, Stats, Timer
 
 log = logging.getLogger(__name__)
 
@@ -145,12 +145,29 @@ class Engine(Handler):
 
     # ---------------------------------------- dense
 
+    def surely_dense(self, call: CallContext, layer: int, shape: torch.Size) -> str:
+        """Why the call of a layer will run dense, as far as step, thresholds and the shape [B, N, H, D] tell."""
+        chosen = self._dense_steps
+        if chosen is None or call.step is None:
+            return ""
+        if reason := chosen.reason(call.step):
+            return "" if call.step == chosen.first - 1 else reason  # at the last one masks may be predicted
+        phase = self.points.phase(call.sigma)
+        if self.points.dense_layer(call.transformer, phase, layer):
+            return ALL_DENSE
+        batch, n, heads, dim = shape
+        return TOO_FEW if self.payoff.is_hopeless((call.transformer, layer, phase, (batch, heads, n, dim))) else ""
+
+    def note_dense(self, call: CallContext, layer: int, timer: Timer, reason: str) -> None:
+        """Count a call that was surely dense."""
+        self.recorder.add(Row(call.transformer, layer, call.step or 0, call.branch, timer, reason))
+
     def _reason_dense(self, call: CallContext, q: Tensor, k: Tensor) -> str:
         """Why this call runs dense, as far as can be said without looking at its values; the same on all ranks."""
         if call.step is not None and (reason := self.dense_steps(call).reason(call.step)):
             return reason
         if self.points.dense_layer(call.transformer, self.points.phase(call.sigma), call.layer):
-            return "every threshold is 1"
+            return ALL_DENSE
         if call.layer < self.config.dense_layers:
             return "dense layer"
         if q.shape != k.shape:

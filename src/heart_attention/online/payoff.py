@@ -51,7 +51,11 @@ class Payoff:
 
     def known_hopeless(self, request: Request) -> bool:
         """Whether no mask can pay here, as an earlier call found."""
-        return self._place(request) in self._too_few
+        return self.is_hopeless(self._place(request))
+
+    def is_hopeless(self, place: tuple) -> bool:
+        """The same for a transformer, layer, phase and shape [B, H, N, D]."""
+        return place in self._too_few
 
     def cannot_pay(self, request: Request, state: LayerState) -> str:
         """Why not even a good mask would be quicker than dense; asked before anything is predicted.
@@ -76,7 +80,7 @@ class Payoff:
 
     def _place(self, request: Request) -> tuple:
         """All that the question depends on whether even the best mask would pay."""
-        return request.call.transformer, request.call.layer, request.phase, request.q.shape
+        return request.call.transformer, request.call.layer, request.phase, tuple(request.q.shape)
 
     def _layer_shares(self, request: Request, at_least: float) -> list[Share]:
         """All heads of the layer, each keeping the least it can, but not less than `at_least`."""

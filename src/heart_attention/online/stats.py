@@ -21,7 +21,8 @@ from .warmup import FIRST, LAST, DenseSteps
 log = logging.getLogger(__name__)
 
 PARTS = ("drift", "prediction", "planning", "attention", "dense")
-ASKED_DENSE = frozenset((FIRST, LAST, "every threshold is 1", "dense layer"))  # what the config asks to be dense
+ALL_DENSE = "every threshold is 1"
+ASKED_DENSE = frozenset((FIRST, LAST, ALL_DENSE, "dense layer"))  # what the config asks to be dense
 
 
 class Timer:
