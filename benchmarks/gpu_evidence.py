@@ -136,11 +136,10 @@ Densities and the mass of the rest reach the host one call late, by copies that 
 GPU decides dense or sparse by an expected density. A reused block mask takes 2 launches without drift and 17 to 21 with
 it (`tests/online/test_read_backs.py`).
 
-Clusters wait once more in calls that make a plan, ranked by error in every call: `key_runs` in
-`kernels/triton_attention.py` asks how many runs of kept keys there are, because the lists that follow need that length.
-Room for the most there could be is no answer: at 75,600 tokens, 40 heads and 1,024 × 2,048 clusters with 10 % kept it is
-0.4 GB of runs and over 3 GB of indices on the way, on paper, against about 0.1 GB that are needed. In equal groups
-(`equal_groups`) the same method has blocks: TMR waits once, for its decision, and `Interval` never.
+Clusters wait no more often, whether dropped or approximated, reused or ranked by error in every call: one launch
+(`kept_runs`) lists the runs of kept keys, with room for the most that a row can have, so nobody asks how many there are.
+At 75,600 tokens, 40 heads and 1,024 × 2,048 clusters that room is 0.9 GB while a layer runs, on paper; lists of more than
+1 GiB (`RUN_BYTES`) are counted first, and such a call waits once more.
 
 A decision kept on the device was left out. Exact, it would predict every head in every call and choose between old and
 new masks and centroids there (`torch.where`): the masks of TMR at the price of no reuse at all, since predictions are what
@@ -148,8 +147,8 @@ TMR saves. `torch.cond` outside a captured graph asks the host as well. What it 
 GPU idles for about as long as launches take (reasoned, not measured).
 
 Resident on the device over all layers and both guidance branches, Wan2.1-14B at 75,600 tokens: XAttention 0.14 GB, SVG2
-300 × 1,000 1.09 GB, 600 × 2,000 1.45 GB; ranked by error with its usual 1,024 × 2,048 clusters 1.81 GB, over the bar of
-1.5; centroids (2.1, 4.3 and 5.0 GB) wait in the computer's own memory. Wan2.1-1.3B at 32,760 tokens: 0.12 to 0.39 GB. On
+300 × 1,000 1.09 GB; ranked by error 0.97 GB whatever the number of clusters, since labels alone are kept and maps are made
+anew (the bar is 1.5); centroids (2.1 to 5.0 GB) wait in the computer's own memory. Wan2.1-1.3B at 32,760 tokens: 0.12 to 0.39 GB. On
 paper, and by running one head of one layer on a CPU and counting its tensors, which gives the same
 (`benchmarks/memory.py --real --heads 1`) but for SpargeAttn's masks, 0.28 GB where paper says 0.14, and for plans of the
 smaller model, which the CPU's kernel keeps (0.17 and 0.38 GB for XAttention and SpargeAttn). Plans over 400 MB in all are
