@@ -148,8 +148,8 @@ GPU idles for about as long as launches take (reasoned, not measured).
 
 Resident on the device over all layers and both guidance branches, Wan2.1-14B at 75,600 tokens: XAttention 0.14 GB, SVG2
 300 × 1,000 1.09 GB; ranked by error 0.97 GB whatever the number of clusters, since labels alone are kept and maps are made
-anew (the bar is 1.5); centroids (2.1 to 5.0 GB) wait in the computer's own memory. Wan2.1-1.3B at 32,760 tokens: 0.12 to 0.39 GB. On
-paper, and by running one head of one layer on a CPU and counting its tensors, which gives the same
+anew (the bar is 1.5); centroids (2.1 to 5.0 GB) wait in the computer's own memory. Wan2.1-1.3B at 32,760 tokens: 0.12 to
+0.39 GB. On paper, and by running one head of one layer on a CPU and counting its tensors, which gives the same
 (`benchmarks/memory.py --real --heads 1`) but for SpargeAttn's masks, 0.28 GB where paper says 0.14, and for plans of the
 smaller model, which the CPU's kernel keeps (0.17 and 0.38 GB for XAttention and SpargeAttn). Plans over 400 MB in all are
 not kept but made from packed masks and labels at each call; kept, they would be 1.3 GB for blocks and 3 GB for clusters.

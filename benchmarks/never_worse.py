@@ -5,7 +5,8 @@
 A cell is a method at a size and a number of steps: the median over pairs of generations, one without HEART and one with it,
 in turn. A run goes on where the last one stopped; `--seconds` ends it, so that an idle machine can be had in pieces. Small
 cells come first. A cell whose first three pairs all are above 1.15 has said what it has to say and ends there; every other
-cell gets all its pairs. The bar is 0.97 of dense in every cell; ratios are only worth reading from an idle machine.
+cell gets all its pairs, and one whose generations are short as many as fit into ten seconds, since a busy moment decides
+more of them. The bar is 0.97 of dense in every cell; ratios are only worth reading from an idle machine.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ratios import Ratio, add_arguments, settle
 
 BAR = 0.97
 CLEAR, ENOUGH = 1.15, 3  # above this in the first pairs no further pair is needed
+SECONDS, MOST = 10.0, 41  # of dense generations in a cell, and pairs at most
 GRIDS = {256: (4, 64, 64), 512: (8, 64, 64), 1152: (8, 96, 96), 2048: (8, 128, 128), 4096: (16, 128, 128)}
 STEPS = (4, 8, 12, 25, 50)
 NAMED = ("xattention", "xattention+tmr", "xattention+joint", "svg2", "svg2+tmr", "svg2+joint", "heart")
@@ -74,14 +76,14 @@ def seconds(pipe: Any, call: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def pair(pipe: Any, config: heart.HeartConfig, cell: Cell, dense_first: bool) -> tuple[float, dict[str, Any]]:
-    """Dense over HEART, and what HEART did."""
+def pair(pipe: Any, config: heart.HeartConfig, cell: Cell, dense_first: bool) -> tuple[float, float, dict[str, Any]]:
+    """Dense over HEART, the seconds of dense, and what HEART did."""
     dense = seconds(pipe, cell.call) if dense_first else 0.0
     with heart.enabled(pipe, config):
         mine = seconds(pipe, cell.call)
         told = heart.stats(pipe).to_dict()
     dense = dense or seconds(pipe, cell.call)
-    return dense / mine, told
+    return dense / mine, dense, told
 
 
 def cells(tokens: list[int], steps: list[int], names: list[str]) -> Iterator[Cell]:
@@ -90,9 +92,12 @@ def cells(tokens: list[int], steps: list[int], names: list[str]) -> Iterator[Cel
         yield from (Cell(n, s, name) for name in names)
 
 
-def settled(ratios: list[float], pairs: int) -> bool:
+def settled(row: dict[str, Any], pairs: int) -> bool:
     """Whether a cell has enough pairs."""
-    return len(ratios) >= pairs or (len(ratios) >= ENOUGH and min(ratios) > CLEAR)
+    ratios, spent = row["ratios"], row.get("seconds", SECONDS)
+    if len(ratios) >= ENOUGH and min(ratios) > CLEAR:
+        return True
+    return len(ratios) >= pairs and (spent >= SECONDS or len(ratios) >= MOST)
 
 
 def measure(pipe: Any, todo: list[Cell], pairs: int, out: Path, limit: float) -> dict[str, Any]:
@@ -101,13 +106,14 @@ def measure(pipe: Any, todo: list[Cell], pairs: int, out: Path, limit: float) ->
     made, end = configs(pipe), time.perf_counter() + limit
     warm: set[tuple[int, str]] = set()
     for cell in todo:
-        row = found.setdefault(cell.name, {"ratios": [], "dense_calls": None, "calls": None})
-        while not settled(row["ratios"], pairs) and time.perf_counter() < end:
+        row = found.setdefault(cell.name, {"ratios": [], "seconds": 0.0, "dense_calls": None, "calls": None})
+        while not settled(row, pairs) and time.perf_counter() < end:
             if (cell.tokens, cell.method) not in warm:  # a first run builds plans and finds its memory
                 warm.add((cell.tokens, cell.method))
                 pair(pipe, made[cell.method], cell._replace(steps=min(cell.steps, 6)), True)
-            ratio, told = pair(pipe, made[cell.method], cell, len(row["ratios"]) % 2 == 0)
+            ratio, spent, told = pair(pipe, made[cell.method], cell, len(row["ratios"]) % 2 == 0)
             row["ratios"].append(ratio)
+            row["seconds"] += spent
             row["calls"], row["dense_calls"] = told["calls"], told["dense_calls"]
         if row["ratios"]:
             write_json(out, {name: value for name, value in found.items() if value["ratios"]})
@@ -131,11 +137,10 @@ def table(found: dict[str, Any], todo: list[Cell]) -> str:
 
 def ratios(found: dict[str, Any], todo: list[Cell], args: argparse.Namespace) -> list[Ratio]:
     """The median of every cell that has all its pairs."""
-    whole = {cell.name: found.get(cell.name, {}).get("ratios", []) for cell in todo}
+    whole = {cell.name: found[cell.name] for cell in todo if settled(found.get(cell.name, {"ratios": []}), args.pairs)}
     return [
-        Ratio(f"{name}, {args.threads} threads", statistics.median(values), "of dense")
-        for name, values in whole.items()
-        if settled(values, args.pairs)
+        Ratio(f"{name}, {args.threads} threads", statistics.median(row["ratios"]), "of dense")
+        for name, row in whole.items()
     ]
 
 
@@ -152,7 +157,9 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    logging.getLogger("heart_attention").setLevel(logging.ERROR)  # calibrations say at every size that they are of another
+    logging.getLogger("heart_attention").setLevel(
+        logging.ERROR
+    )  # calibrations say at every size that they are of another
     pipe = tiny.load()
     pipe.set_progress_bar_config(disable=True)
     names = [n for n in configs(pipe) if any(word in n for word in args.methods.split(","))]

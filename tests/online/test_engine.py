@@ -469,8 +469,8 @@ def test_dense_when_sparse_cannot_pay_and_it_says_why():
 def test_too_few_tokens_are_asked_about_once(monkeypatch):
     """Shapes alone decide it, so a model at a small size runs as without HEART; other thresholds are another question."""
     asked = []
-    original = Payoff._layer_shares
-    monkeypatch.setattr(Payoff, "_layer_shares", lambda self, *a: asked.append(1) or original(self, *a))
+    original = Payoff._likely_shares
+    monkeypatch.setattr(Payoff, "_likely_shares", lambda self, *a: asked.append(1) or original(self, *a))
     engine = Engine(config(force_sparse=False), 1, H, costs=costs(100.0))
     for _ in range(3):
         run(engine, trajectory(8))

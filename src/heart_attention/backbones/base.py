@@ -18,6 +18,8 @@ from ..errors import LONGEST, HeartError, shown
 from ..kernels.base import Visit
 from ..masks import Mask, Text
 
+EXPECTED_DENSITY = 0.5  # what a mask keeps, as long as nobody knows
+
 Thresholds: TypeAlias = float | Sequence[Any] | Tensor
 Key = tuple[int, str, int]  # layer, guidance branch, number of the first batch item
 Shape = tuple[int, ...]  # of q: [B, H, N, D]
@@ -208,6 +210,10 @@ class Backbone(abc.ABC):
     def least_density(self, n: int) -> float:
         """The least share of token pairs that a mask of n tokens can keep."""
         return min(1.0, (self.block_tokens or 1) / n)
+
+    def expected_cost(self, n: int, threshold: float) -> float:
+        """The share of n tokens' pairs that a mask at this threshold is likely to cost, before there is one."""
+        return max(self.least_density(n), EXPECTED_DENSITY)
 
     @property
     def cost_name(self) -> str:

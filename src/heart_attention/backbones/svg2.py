@@ -187,6 +187,12 @@ class SVG2(Backbone):
         one = 1 / self.k_clusters if self.equal_groups is None else self.equal_groups / n
         return self.least_ratio or min(1.0, one)
 
+    def expected_cost(self, n: int, threshold: float) -> float:
+        """Ranked by error, the threshold is the share that is computed; a mean of every cluster comes to it."""
+        if self.rank != "error":
+            return super().expected_cost(n, threshold)
+        return min(1.0, max(threshold, self.least_density(n)) + min(self.k_clusters, n) / n)
+
     def to_dict(self) -> dict[str, Any]:
         """Name and settings, for JSON; equal groups only where they are asked for."""
         settings = super().to_dict()

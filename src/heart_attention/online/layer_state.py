@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backbones.base import Backbone
+from ..backbones.base import EXPECTED_DENSITY, Backbone
 from ..kernels.ops.transfer import Reading
 from ..masks import Mask, Packed
 from .points import GroupSpec
-
-EXPECTED_DENSITY = 0.5  # what a mask keeps, as long as nobody knows
 
 
 @dataclass

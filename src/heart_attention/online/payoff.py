@@ -15,11 +15,14 @@ from ..config import HeartConfig
 from ..errors import HeartError
 from . import agreement, cost_model
 from .cost_model import CostTable, Share
-from .layer_state import EXPECTED_DENSITY, LayerState, Request
+from .layer_state import LayerState, Request
 from .points import ModelPoints
 from .stats import Recorder
 
 TOO_FEW = "not worth it: too few tokens"
+LOOK = (
+    0.25  # a look at masks costs a prediction: it is taken where likely masks would be quicker than dense by this much
+)
 LONGEST_WAIT = 16  # calls after which a layer that runs dense is looked at again
 
 
@@ -58,7 +61,7 @@ class Payoff:
         return place in self._too_few
 
     def cannot_pay(self, request: Request, state: LayerState) -> str:
-        """Why not even a good mask would be quicker than dense; asked before anything is predicted.
+        """Why likely masks would not be quicker than dense, or not by enough to look at them; asked before anything is predicted.
 
         It looks at all heads of the layer, on whatever rank they are, so that all ranks answer alike.
         """
@@ -68,12 +71,13 @@ class Payoff:
         if table is None:
             return ""  # the verdict after prediction says why
         rate = state.refresh_rate(self.config.reuse.expected_refresh)
-        if not table.pays(*table.seconds(self._layer_shares(request, 0.0), rate)):
+        likely = self._likely_shares(request)
+        sparse, dense = table.seconds(likely, rate)
+        if sparse * (1 + LOOK) >= dense:
             if request.call.all_reduce is None:  # ranks ask each time, so that all of them make the same calls
                 self._too_few.add(self._place(request))
             return TOO_FEW
         steps = self.steps()
-        likely = self._layer_shares(request, EXPECTED_DENSITY)
         if steps and not table.first_pays(likely, rate, steps - request.step):
             return "not worth it: the first clustering would not be won back"
         return ""
@@ -82,14 +86,13 @@ class Payoff:
         """All that the question depends on whether even the best mask would pay."""
         return request.call.transformer, request.call.layer, request.phase, tuple(request.q.shape)
 
-    def _layer_shares(self, request: Request, at_least: float) -> list[Share]:
-        """All heads of the layer, each keeping the least it can, but not less than `at_least`."""
+    def _likely_shares(self, request: Request) -> list[Share]:
+        """All heads of the layer, with what their masks are likely to cost."""
         call, (batch, _, n, dim) = request.call, request.q.shape
         shares = []
         for group in self.points.groups(call.transformer, request.phase, call.layer):
             backbone = self.fitted(group.backbone, n).for_rest(group.rest)
-            least = max(backbone.least_density(n), at_least)
-            cost = sum(1.0 if tau >= 1 else least for tau in group.tau) / len(group.tau)
+            cost = sum(1.0 if tau >= 1 else backbone.expected_cost(n, tau) for tau in group.tau) / len(group.tau)
             shares.append(Share((batch, len(group.tau), n, dim), backbone, group.rest, cost))
         return shares
 
