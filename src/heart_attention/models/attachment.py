@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -202,10 +203,13 @@ class Attachment:
     ) -> torch.Tensor:
         """A call that runs dense for this reason, [B, N, H, D] as the model laid it out."""
         assert self._call is not None
-        timer = Timer(query.is_cuda)
+        timer = Timer(True) if query.is_cuda else None
+        start = time.perf_counter()
         out = dense.raw(query, key, value)
-        timer.lap("dense")
-        self.handler.note_dense(self._call, layer.info.index, timer, reason)
+        seconds = time.perf_counter() - start
+        if timer is not None:
+            timer.lap("dense")
+        self.handler.note_dense(self._call, layer.info.index, timer or seconds, reason)
         return out
 
     def attend(

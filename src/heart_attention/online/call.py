@@ -94,7 +94,7 @@ class Handler:
         return ""
 
     def note_dense(self, call: CallContext, layer: int, timer: Any, reason: str) -> None:
-        """The call of a layer was surely dense, and ran."""
+        """The call of a layer was surely dense, and ran; `timer` is a timer, or on a CPU the seconds that it took."""
 
     def fallback(self, call: CallContext, reason: str) -> None:
         """A call ran dense without coming here."""

@@ -28,7 +28,7 @@ from .layer_state import HeadGroup, LayerState, Request
 from .payoff import TOO_FEW, Payoff
 from .points import GroupSpec, ModelPoints, restrict
 from .predict import predict_some
-from .stats import ALL_DENSE, Recorder, Row, Stats, Timer
+from .stats import ALL_DENSE, DONE, Recorder, Row, Stats, Timer
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +158,14 @@ class Engine(Handler):
         batch, n, heads, dim = shape
         return TOO_FEW if self.payoff.is_hopeless((call.transformer, layer, phase, (batch, heads, n, dim))) else ""
 
-    def note_dense(self, call: CallContext, layer: int, timer: Timer, reason: str) -> None:
-        """Count a call that was surely dense."""
-        self.recorder.add(Row(call.transformer, layer, call.step or 0, call.branch, timer, reason))
+    def note_dense(self, call: CallContext, layer: int, timer: Timer | float, reason: str) -> None:
+        """Count a call that was surely dense: its timer, or on a CPU the seconds that it took."""
+        row = Row(call.transformer, layer, call.step or 0, call.branch, DONE, reason)
+        if isinstance(timer, float):
+            self.recorder.add_dense(row, timer)
+            return
+        row.timer = timer
+        self.recorder.add(row)
 
     def _reason_dense(self, call: CallContext, q: Tensor, k: Tensor) -> str:
         """Why this call runs dense, as far as can be said without looking at its values; the same on all ranks."""

@@ -158,5 +158,6 @@ class Payoff:
             except HeartError:
                 return None
             self.costs = cost_model.shipped(cost_model.kind_of(q.device, kernel.name))
-        self.recorder.costs = {"kind": self.costs.kind, "origin": self.costs.origin, "digest": self.costs.digest}
+        if not self.recorder.costs:
+            self.recorder.costs = {"kind": self.costs.kind, "origin": self.costs.origin, "digest": self.costs.digest}
         return self.costs

@@ -172,6 +172,7 @@ class ModelPoints:
         self.set_thresholds(config.thresholds)
         if self.table is not None:
             self._check_table()
+            self._kinds = [(_hashable(point.backbone), point.rest) for point in self.table.points]
         self._orders: dict[tuple, HeadOrders] = {}
         if self.table is None:
             self._head_orders(config.backbone, config.order)
@@ -220,8 +221,8 @@ class ModelPoints:
         row = self.table.choice[transformer][phase][layer]
         chosen = [self.table.points[i] for i in row]
         alike: dict[tuple, list[int]] = {}
-        for head, point in enumerate(chosen):
-            alike.setdefault((_hashable(point.backbone), point.rest), []).append(head)
+        for head, i in enumerate(row):
+            alike.setdefault(self._kinds[i], []).append(head)
         groups = []
         for heads in alike.values():
             first = chosen[heads[0]]
@@ -245,7 +246,10 @@ class ModelPoints:
 
     def dense_layer(self, transformer: int, phase: int, layer: int) -> bool:
         """Whether every head of the layer has a threshold of 1 or more."""
-        return all(min(group.tau) >= 1 for group in self.groups(transformer, phase, layer))
+        if self.table is not None:
+            points = self.table.points
+            return all(points[i].threshold >= 1 for i in self.table.choice[transformer][phase][layer])
+        return min(self._tau[transformer][layer]) >= 1
 
 
 def _hashable(backbone: Backbone) -> Any:

@@ -218,6 +218,22 @@ class Recorder:
         elif row.kernel:
             self.kernels[row.kernel] += 1
 
+    def add_dense(self, row: Row, seconds: float) -> None:
+        """Take one call that ran dense on a CPU: as `add`, without what only other calls have."""
+        if self._over or not row.reason:
+            row.timer = Timer()
+            row.timer.marks = [("", 0.0), ("dense", seconds)]
+            self.add(row)
+            return
+        self.rows.append(row)
+        asked = row.reason in ASKED_DENSE
+        for sums in self._sums(row):
+            sums.calls += 1
+            sums.dense += 1
+            sums.fallbacks += not asked
+            sums.time["dense"] += seconds
+        self.reasons[row.reason] += 1
+
     def settle(self, wait: bool = False) -> None:
         """Take in GPU times that have become known; wait for all of them if asked."""
         waiting = []
