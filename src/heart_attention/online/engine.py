@@ -151,7 +151,7 @@ class Engine(Handler):
         if chosen is None or call.step is None:
             return ""
         if reason := chosen.reason(call.step):
-            return "" if call.step == chosen.first - 1 else reason  # at the last one masks may be predicted
+            return "" if call.step == chosen.first - 1 and self.points.warms_up else reason  # masks may be predicted
         phase = self.points.phase(call.sigma)
         if self.points.dense_layer(call.transformer, phase, layer):
             return ALL_DENSE

@@ -169,6 +169,7 @@ class ModelPoints:
     def __init__(self, config: Any, transformers: int, layers: int, heads: int) -> None:
         self.config, self.sizes = config, (transformers, layers, heads)
         self.table: PointTable | None = config.points
+        self._backbones = [config.backbone] if self.table is None else [point.backbone for point in self.table.points]
         self.set_thresholds(config.thresholds)
         if self.table is not None:
             self._check_table()
@@ -176,6 +177,11 @@ class ModelPoints:
         self._orders: dict[tuple, HeadOrders] = {}
         if self.table is None:
             self._head_orders(config.backbone, config.order)
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether any backbone looks at the last dense step."""
+        return any(b.warms_up for b in self._backbones)
 
     def set_thresholds(self, value: Any) -> None:
         """Other thresholds from now on, in any form a config takes."""
