@@ -69,6 +69,14 @@ class Costs:
         extra = self.means(tokens(shape)) if rest != "drop" else 0.0
         return self.drift(tokens(shape)) + self.kernel(cost * pairs(shape)) + refresh * predict + extra
 
+    def cold_seconds(self, refresh: float, rest: str) -> float:
+        """What a call inside a generation takes beyond `sparse_seconds`, whose parts are measured in a loop.
+
+        Between two calls of a layer everything else runs: what does not grow with the tokens takes twice as long there.
+        """
+        means = self.means.fixed if rest != "drop" else 0.0
+        return self.drift.fixed + refresh * self.prediction.fixed + means
+
     def dense_seconds(self, shape: tuple[int, ...]) -> float:
         """Expected time of dense attention on q of this shape."""
         return self.dense(pairs(shape))
@@ -128,6 +136,10 @@ class CostTable:
             dense += costs.dense_seconds(share.shape)
         return sparse, dense
 
+    def cold_seconds(self, shares: Sequence[Share], refresh: float) -> float:
+        """What a sparse call on all these heads takes longer inside a generation."""
+        return sum(self.costs(s.backbone, s.shape[3]).cold_seconds(refresh, s.rest) for s in shares)
+
     def pays(self, sparse: float, dense: float) -> bool:
         """Whether a sparse call is expected to be quicker than dense, by the table's margin."""
         return sparse * (1 + self.margin) < dense
@@ -135,6 +147,7 @@ class CostTable:
     def first_pays(self, shares: Sequence[Share], refresh: float, calls: int) -> bool:
         """Whether what a first prediction costs more than a later one is won back over the `calls` to come."""
         sparse, dense = self.seconds(shares, refresh)
+        sparse += self.cold_seconds(shares, refresh)
         extra = sum(self.costs(s.backbone, s.shape[3]).first_extra(s.shape, s.backbone) for s in shares)
         return calls * (dense - sparse * (1 + self.margin)) > extra
 

@@ -73,7 +73,7 @@ class Payoff:
         rate = state.refresh_rate(self.config.reuse.expected_refresh)
         likely = self._likely_shares(request)
         sparse, dense = table.seconds(likely, rate)
-        if sparse * (1 + LOOK) >= dense:
+        if (sparse + table.cold_seconds(likely, rate)) * (1 + LOOK) >= dense:
             if request.call.all_reduce is None:  # ranks ask each time, so that all of them make the same calls
                 self._too_few.add(self._place(request))
             return TOO_FEW
@@ -108,13 +108,18 @@ class Payoff:
             state.refreshed += refreshed
         table = self._table(request.q)
         rate = state.refresh_rate(self.config.reuse.expected_refresh)
-        if not reason and table is not None and not table.pays(*table.seconds(shares, rate)):
+        if not reason and table is not None and not self._pays(table, shares, rate):
             reason = "not worth it: the masks keep too much"
         reason = self.for_layer(request, reason)
         if reason:
             return self.postpone(state, reason)
         state.patience = 1
         return ""
+
+    @staticmethod
+    def _pays(table: CostTable, shares: list[Share], rate: float) -> bool:
+        sparse, dense = table.seconds(shares, rate)
+        return table.pays(sparse + table.cold_seconds(shares, rate), dense)
 
     def _measured_shares(self, request: Request, state: LayerState) -> tuple[list[Share], float]:
         """All heads of the layer as their masks are, and the share of heads refreshed, over all ranks."""
