@@ -135,7 +135,7 @@ def scatter(points: Sequence[dict], x_name: str, y_name: str, label: str) -> str
     for p in points:
         px, py = place(p["x"], p["y"])
         tip = f"{p['name']}: {x_name} {p['x']:.2f}, {y_name} {p['y']:.2f}"
-        css = "dot heart" if "+" in p["name"] else "dot"
+        css = "dot heart" if "+" in p["name"] or p["name"].partition("@")[0] == "heart" else "dot"
         body.append(_mark("circle", tip, class_=css, tabindex="0", cx=f"{px:.1f}", cy=f"{py:.1f}", r=7))
         flip = px > width * 0.7
         height_of_label = _free_height(labels, px, py + 4)
