@@ -21,7 +21,8 @@ def test_rows_for_every_backbone_and_dashes_without_a_control(tmp_path):
     reproduction.fill(page, tmp_path / "s")
     text = page.read_text()
     assert "mean, xattention | figure | 0.125 | – | `heart study timesteps`" in text and "svg2 | figure | 0.250" in text
-    assert "| PSNR with noise in LL, dB | 28.19 | 30.00 | – |" in text and "found timesteps" in text
+    row = "| PSNR dB, SSIM, LPIPS with noise in LL | 28.19, 0.8452, 0.1024 | 30.00, –, – | – |"
+    assert row in text and "found timesteps" in text
     assert text.index("found frequency") < text.index("middle") < text.index("end")
 
 

@@ -12,6 +12,7 @@ from .. import results as files
 from .. import tables
 from . import ABLATIONS, STUDIES
 from .common import PAPER_BACKBONES
+from .frequency import PAPER_MORE
 
 STUDIES_MARKS = ("<!-- figures: made by heart study all -->", "<!-- /figures of studies -->")
 COMPARED_MARKS = ("<!-- figures: made by heart compare -->", "<!-- /figures of compare -->")
@@ -50,9 +51,21 @@ def _study_rows(found: dict[str, dict]) -> list[tuple[str, ...]]:
             rows.append((what.replace("*", backbone), paper, *values, f"heart study {study}"))
     if "frequency" in found:
         for band, paper in found["frequency"]["paper"].items():
-            shown = [_f(_at(found["frequency"].get(s), f"{band}/psnr"), 2) for s in ("trained", "control")]
-            rows.append((f"PSNR with noise in {band}, dB", f"{paper}", *shown, "heart study frequency"))
+            rows.append(_frequency_row(found["frequency"], band, paper))
     return rows
+
+
+def _frequency_row(found: dict, band: str, paper: float) -> tuple[str, ...]:
+    """PSNR, SSIM and LPIPS with noise in one band, as the paper's Table 1 has them; LPIPS where its weights were at hand."""
+    measures = (("psnr", 2), ("ssim", 4), ("lpips_alex", 4))
+    sides = [
+        ", ".join(_f(_at(found[side], f"{band}/{name}"), digits) for name, digits in measures)
+        if found.get(side)
+        else "–"
+        for side in ("trained", "control")
+    ]
+    theirs = ", ".join([f"{paper:.2f}", *(f"{x:.4f}" for x in PAPER_MORE[band])])
+    return f"PSNR dB, SSIM, LPIPS with noise in {band}", theirs, *sides, "heart study frequency"
 
 
 def _at(values: dict | None, path: str) -> float | None:
