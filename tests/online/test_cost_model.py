@@ -15,10 +15,8 @@ FREE = Line(0.0, 0.0)
 
 
 def table(**changes):
-    parts = dict(
-        dense=Line(0, 1e-11), kernel=Line(0, 1e-11), prediction=FREE, drift=FREE, first=FREE, means=FREE, **changes
-    )
-    costs = Costs(**{**parts, **changes})
+    free = dict.fromkeys(("prediction", "drift", "first", "means"), FREE)
+    costs = Costs(**{"dense": Line(0, 1e-11), "kernel": Line(0, 1e-11), **free, **changes})
     return CostTable("made up", "a test", 0.0, {"block": {32: costs}, "cluster": {32: costs}})
 
 
@@ -42,6 +40,19 @@ def test_heads_of_different_backbones_add_up():
     one = costs.seconds([Share(SHAPE, XAttention(), "drop", 0.25)], 1.0)
     two = costs.seconds([Share((1, 2, 4096, 32), x, "drop", 0.25) for x in (XAttention(), SVG2())], 1.0)
     assert one == pytest.approx(two)
+
+
+def test_inside_a_generation_fixed_parts_count_twice():
+    costs = table(drift=Line(2e-3, 1e-9), prediction=Line(1e-3, 1e-12), means=Line(5e-4, 0.0))
+    one, both = Share(SHAPE, XAttention(), "drop", 0.5), Share(SHAPE, SVG2(), "mean", 0.5)
+    assert costs.cold_seconds([one], 0.5) == pytest.approx(2e-3 + 0.5e-3)
+    assert costs.cold_seconds([one, both], 0.0) == pytest.approx(2e-3 + 2e-3 + 5e-4)
+
+
+def test_what_a_mask_is_likely_to_cost():
+    assert XAttention(8, 64).expected_cost(4096, 0.9) == SVG2(38, 125).expected_cost(4096, 0.9) == 0.5
+    assert XAttention(8, 64).expected_cost(64, 0.9) == 1.0  # a single block
+    assert SVG2(128, 256, rank="error").expected_cost(4096, 0.1) == pytest.approx(0.1 + 256 / 4096)
 
 
 def test_the_margin_counts():

@@ -466,6 +466,14 @@ def test_dense_when_sparse_cannot_pay_and_it_says_why():
     assert engine.stats()["time"]["prediction"] == 0
 
 
+@pytest.mark.parametrize("rate, looked", [(1.5, True), (1.7, False)])
+def test_a_look_is_taken_where_likely_masks_would_gain_a_quarter(rate, looked):
+    """At half the pairs, 1.5 times as dear each: 0.75 of dense, which is worth a look; 0.85 is not."""
+    engine = Engine(config(force_sparse=False), 1, H, costs=costs(rate))
+    run(engine, trajectory(2))
+    assert (engine.stats()["time"]["prediction"] > 0) is looked
+
+
 def test_too_few_tokens_are_asked_about_once(monkeypatch):
     """Shapes alone decide it, so a model at a small size runs as without HEART; other thresholds are another question."""
     asked = []
