@@ -25,6 +25,7 @@ from heart_attention import kernels, tiny
 from heart_attention.calibration.measure import gradient, trajectory, velocity_error
 from heart_attention.calibration.measure.candidates import Spec
 from heart_attention.calibration.measure.replay import Replay
+from heart_attention.evaluation import methods
 from heart_attention.files import write_json
 from heart_attention.online.points import Point
 from ratios import Ratio, add_arguments, settle
@@ -34,6 +35,7 @@ STEPS = 25
 DENSE_STEPS = 5
 X = heart.XAttention(8, 64)
 C = heart.SVG2(q_clusters=128, k_clusters=256, rank="error", min_ratio=0.0)
+SHIPPED = "heart"  # the embedded model's calibration, its points chosen head by head and by noise level
 POINTS = {
     "xattention 0.9, dropped": Point(X, 0.9),
     "xattention 0.7, dropped": Point(X, 0.7),
@@ -48,27 +50,44 @@ POINTS = {
 }
 
 
+def chosen(config: heart.HeartConfig, sigma: float) -> tuple[Spec, Any]:
+    """The points of a config, and which of them every head takes at a noise level."""
+    table = config.points
+    assert table is not None
+    return Spec(table.points, scale_clusters=config.scale_clusters), table.choice[0][table.phase(sigma)]
+
+
 def steps_of(prompt: int, count: int) -> list[int]:
     """Sparse steps spread over a generation, others for every prompt."""
     edges = np.linspace(DENSE_STEPS, STEPS, count + 1)
     return [int(a + (b - a) * ((prompt * 0.37 + 0.2) % 1)) for a, b in zip(edges, edges[1:])]
 
 
-def measured(pipe: Any, folder: Path, prompts: list[str], contexts: int) -> dict[str, list[dict]]:
+def measured(
+    pipe: Any, folder: Path, prompts: list[str], contexts: int, config: heart.HeartConfig
+) -> dict[str, list[dict]]:
     """What forwards show of each point in each context."""
     folder.mkdir(parents=True, exist_ok=True)
     replay = Replay(pipe.transformer, scheduler=pipe.scheduler)
     layers, heads = pipe.transformer.config.num_layers, pipe.transformer.config.num_attention_heads
-    names, spec = list(POINTS), Spec(tuple(POINTS.values()))
+    points, spec = list(POINTS), Spec(tuple(POINTS.values()))
+    names = [*points, SHIPPED]
     error = velocity_error.by_name("mse")
     found: dict[str, list[dict]] = {name: [] for name in names}
     call = {**tiny.NATIVE, "num_inference_steps": STEPS}
+
+    pipe.scheduler.set_timesteps(STEPS)
+    levels = (pipe.scheduler.timesteps / pipe.scheduler.config.num_train_timesteps).tolist()
 
     def judge(context: trajectory.Context) -> None:
         for k, name in enumerate(names):
             path = folder / f"{name} {context.prompt} {context.step}.json"
             if not path.is_file():
-                write_json(path, gradient.verify(replay, context, spec, ((k,) * heads,) * layers, error))
+                if name == SHIPPED:
+                    tried = chosen(config, levels[context.step])
+                else:
+                    tried = (spec, ((k,) * heads,) * layers)
+                write_json(path, gradient.verify(replay, context, *tried, error))
                 print(path.stem, json.loads(path.read_text())["error"], flush=True)
             found[name].append(json.loads(path.read_text()))
 
@@ -138,14 +157,15 @@ def main() -> None:
     prompts = tiny.prompts("heldout")[SEEN : SEEN + args.prompts]
     pipe = tiny.load()
     pipe.set_progress_bar_config(disable=True)
-    errors = show("trained weights", measured(pipe, args.work / "trained", prompts, args.contexts))
+    config = methods.build(SHIPPED, pipe, "tiny").config
+    errors = show("trained weights", measured(pipe, args.work / "trained", prompts, args.contexts, config))
     print("\nattention output at equal masks, clusters 128 × 256\n   share  density   dropped    means   ratio")
     for share, density, drop, mean in output_errors(pipe, args.work):
         print(f"{share:>8.2f}{density:>9.3f}{drop:>10.4f}{mean:>9.4f}{mean / drop:>8.3f}")
     if args.control:
         control = tiny.load_random()
         control.set_progress_bar_config(disable=True)
-        show("random weights", measured(control, args.work / "random", prompts[: args.control], args.contexts))
+        show("random weights", measured(control, args.work / "random", prompts[: args.control], args.contexts, config))
     first, *others = errors.items()
     settle(
         "velocity", [Ratio(name, x / first[1], f"of the error of {first[0]}", False) for name, x in others], args.store
