@@ -24,21 +24,20 @@ from ratios import Ratio, add_arguments, settle
 SETS = {"all points": ("svg2", "xattention", "band"), "clusters": ("svg2",), "blocks": ("xattention",)}
 
 
-def share(work: Path, folder: Path, name: str) -> None:
-    """Link what other calibrations of this benchmark know: dense trajectories, and gradients of the same set of points."""
-    known = {"trajectories": [*work.glob("*/trajectories/*")], "records": [*work.glob(f"{name} */records/gradient_*")]}
-    for part, paths in known.items():
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            if not (folder / part / path.name).exists():
-                os.link(path, folder / part / path.name)
+def share(work: Path, folder: Path) -> None:
+    """Link the dense trajectories that other calibrations of this benchmark have recorded."""
+    if not (folder / "plan.json").exists():
+        (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+        for path in work.glob("*/trajectories/*"):
+            if not (folder / "trajectories" / path.name).exists():
+                os.link(path, folder / "trajectories" / path.name)
 
 
 def calibrated(pipe: Any, name: str, budget: float, args: argparse.Namespace) -> dict[str, float] | None:
     """Held-out errors of one set of points under a budget, None where no assignment is that quick."""
     work = Path(args.work)
     folder = work / f"{name} {budget:g}"
-    share(work, folder, name)
+    share(work, folder)
     points = tuple(point for point in default_points(pipe) if point.backbone.name in SETS[name])
     try:
         made = heart.calibrate(

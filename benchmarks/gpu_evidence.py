@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import heart_attention
 from gpu_cases import cases, dense_case
 from gpu_compile import CARDS, KIB, TARGETS, Loop, Usage, compile_case
 from gpu_libraries import compile_cudnn
@@ -171,11 +172,10 @@ def page(
     usages: list[Usage], failed: list[str], checks: list[dict[str, Any]], cudnn: list[dict[str, Any]] | None = None
 ) -> str:
     """docs/gpu-evidence.md."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "triton", "heart-attention")
-    )
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "triton"))
+    versions += f", heart-attention {heart_attention.__version__}"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    parts = [INTRODUCTION, f"Written by `make gpu-evidence` on {today} with {versions}, Python {platform.python_version()}, ",
+    parts = [INTRODUCTION, f"Written by `make gpu-evidence` on {today} with {versions}, Python {platform.python_version()},\n",
              f"{platform.system()} {platform.machine()}; {_gpu()}.\n\n", serving_table(), WAITING, "## Interpreter\n\n",
              "| kernel | shape | largest difference | allowed | |\n|---|---|---|---|---|\n"]  # fmt: skip
     parts += [
