@@ -31,6 +31,7 @@ from heart_attention import tiny
 from heart_attention.backbones import registry
 from heart_attention.calibration.measure import velocity_error
 from heart_attention.evaluation.metrics import compare
+from heart_attention.evaluation.tables import interval
 from heart_attention.files import write_json
 from heart_attention.online.reuse import Always
 from heart_attention.presets import preset
@@ -217,6 +218,7 @@ def run(bench: Bench, wanted: Iterator[Cell], minutes: float, only: list[str]) -
 HEADINGS = (
     "backbone", "published: density, error", "fitted: density, error", "+tmr: refreshed, error", "+ebc: density, error",
     "random weights: fitted, +tmr, +ebc", "PSNR dB (prompts)", "+tmr dB", "+ebc dB",
+    "+tmr: prediction time",
 )  # fmt: skip
 
 
@@ -243,7 +245,19 @@ def _line(found: dict[tuple, dict], name: str) -> list[str]:
     base = psnr["fitted"]
     gains = [_interval([x - base[p] for p, x in psnr[row].items() if p in base]) for row in ("tmr", "ebc")]
     whole = f"{np.mean(list(base.values())):.1f} ({len(base)})" if base else "–"
-    return [f"`{name}`", *measured, control, whole, *gains]
+    return [f"`{name}`", *measured, control, whole, *gains, _prediction(found, name)]
+
+
+def _prediction(found: dict[tuple, dict], name: str) -> str:
+    """Time of drift, prediction and planning with reuse over that without, summed over the videos of both."""
+    spent = {
+        row: {k[4]: sum(c["time"][part] for part in ("drift", "prediction", "planning")) for k, c in found.items()
+              if k[:1] + k[2:4] == ("video", name, row)}
+        for row in ("fitted", "tmr")
+    }  # fmt: skip
+    both = [p for p in spent["fitted"] if p in spent["tmr"]]
+    whole = sum(spent["fitted"][p] for p in both)
+    return f"{sum(spent['tmr'][p] for p in both) / whole:.2f}" if whole else "–"
 
 
 def _text(value: float | None, form: str) -> str:
@@ -251,10 +265,11 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _interval(gains: list[float]) -> str:
-    """Mean of paired differences, with its standard error where there are several."""
+    """Mean of paired differences, with its 95 % interval where there are several."""
     if len(gains) < 2:
         return f"{gains[0]:+.2f}" if gains else "–"
-    return f"{np.mean(gains):+.2f} ± {np.std(gains, ddof=1) / len(gains) ** 0.5:.2f}"
+    mean, half = interval(gains)
+    return f"{mean:+.2f} ± {half:.2f}"
 
 
 def main() -> None:
