@@ -249,15 +249,14 @@ def _line(found: dict[tuple, dict], name: str) -> list[str]:
 
 
 def _prediction(found: dict[tuple, dict], name: str) -> str:
-    """Time of drift, prediction and planning with reuse over that without, summed over the videos of both."""
+    """Time of drift, prediction and planning with reuse over that without, the median over prompts."""
     spent = {
         row: {k[4]: sum(c["time"][part] for part in ("drift", "prediction", "planning")) for k, c in found.items()
               if k[:1] + k[2:4] == ("video", name, row)}
         for row in ("fitted", "tmr")
     }  # fmt: skip
-    both = [p for p in spent["fitted"] if p in spent["tmr"]]
-    whole = sum(spent["fitted"][p] for p in both)
-    return f"{sum(spent['tmr'][p] for p in both) / whole:.2f}" if whole else "–"
+    ratios = [spent["tmr"][p] / spent["fitted"][p] for p in spent["fitted"] if p in spent["tmr"]]
+    return f"{np.median(ratios):.2f}" if ratios else "–"
 
 
 def _text(value: float | None, form: str) -> str:
