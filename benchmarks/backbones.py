@@ -39,6 +39,7 @@ from heart_attention.presets import preset
 ROWS = ("fitted", "published", "tmr", "ebc")
 ORDER = ("sparge", "svg", "exact", "radial", "lite", "pisa", "ear", "band", "xattention", "svg2")
 GUIDANCE = 3.0
+DENSE_STEPS = 5  # in every row, as in the paper
 CALIBRATION = {"method": "isolated", "contexts": 3, "held_out_contexts": 0}
 
 
@@ -107,7 +108,9 @@ class Bench:
         base = published(cell.backbone) if cell.row == "published" else preset(cell.backbone, pipe)
         if cell.row == "ebc":
             base = base.replace(thresholds=heart.Calibration.load(self.calibrated(cell)))
-        return base.replace(force_sparse=True, **({} if cell.row == "tmr" else {"reuse": Always()}))
+        return base.replace(
+            force_sparse=True, dense_steps=DENSE_STEPS, **({} if cell.row == "tmr" else {"reuse": Always()})
+        )
 
     def calibrated(self, cell: Cell) -> Path:
         """The calibration of a backbone; all of them share the dense trajectories."""
@@ -137,7 +140,7 @@ class Bench:
 
     def velocity(self, cell: Cell, config: Any) -> dict[str, Any]:
         """Errors of the guided velocity at each sparse step of the dense generation."""
-        pipe, first, errors = self.pipe(cell.weights), config.dense_steps, []
+        pipe, first, errors = self.pipe(cell.weights), DENSE_STEPS, []
         forwards = self.reference(cell.weights, cell.prompt)["forwards"][2 * first :]
         with heart.enabled(pipe, config.replace(dense_steps=0)), torch.no_grad():
             for pair in zip(forwards[::2], forwards[1::2]):

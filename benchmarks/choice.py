@@ -83,7 +83,7 @@ def main() -> None:
                 rows.append(
                     f"{budget:>6.2f}  {name:<12}{row['cost']:>7.3f}{row['error']:>11.5f}{row['shared']:>14.5f}{over:>12}"
                 )
-    print(f"\n{'time':>6}  {'points':<12}{'cost':>7}{'held out':>11}{'XAttention 0.9':>16}{'over single':>12}")
+    print(f"\n{'time':>6}  {'points':<12}{'cost':>7}{'held out':>11}{'shared 0.9':>16}{'over single':>12}")
     print("\n".join(rows))
     settle("choice", told, args.store)
 
