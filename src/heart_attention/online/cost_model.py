@@ -149,7 +149,7 @@ class CostTable:
         sparse, dense = self.seconds(shares, refresh)
         sparse += self.cold_seconds(shares, refresh)
         extra = sum(self.costs(s.backbone, s.shape[3]).first_extra(s.shape, s.backbone) for s in shares)
-        return calls * (dense - sparse * (1 + self.margin)) > extra
+        return calls * (dense - sparse * (1 + self.margin)) > 2 * extra  # a first one is cold as well
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
