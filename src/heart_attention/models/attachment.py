@@ -147,7 +147,7 @@ class Attachment:
     def start(self, timestep: Any, grid: Grid | None, inputs: list[torch.Tensor]) -> None:
         """A forward begins."""
         moment = self.clock.tick(timestep)
-        self._tokens = count(grid)
+        before, self._tokens = self._call, count(grid)
         self._call = CallContext(
             transformer=self.index,
             layers=len(self._layers),
@@ -160,9 +160,10 @@ class Attachment:
             text=self._text(inputs),
         )
         self.handler.start_forward(self._call)
+        same = before is not None and (before.grid, before.text) == (grid, self._call.text)
         for layer in self._layers:
             self._reinstall(layer)
-            layer.calls = 0
+            layer.calls, layer.plain = 0, layer.plain if same else None
 
     def _text(self, inputs: list[torch.Tensor]) -> list[Text] | None:
         try:
@@ -189,12 +190,14 @@ class Attachment:
         if present is layer.refused:
             self.fallback(layer, f"a processor HEART cannot serve: {reason or 'as before'}")
 
-    def surely_dense(self, layer: Layer, query: torch.Tensor) -> str:
-        """Why a call with this query [B, N, H, D] runs dense, where that is known without a look at it; else nothing.
+    def surely_dense(self, layer: Layer, query: torch.Tensor, key: torch.Tensor) -> str:
+        """Why a call with this query and key [B, N, H, D] runs dense, where that is known without a look at it; else nothing.
 
         Small models make thousands of such calls, in which every view costs a share of the attention itself.
         """
-        if self._call is None or self._unreadable or query.shape != layer.plain or query.requires_grad:
+        if self._call is None or self._unreadable or query.requires_grad:
+            return ""
+        if query.shape != layer.plain or key.shape != layer.plain:
             return ""
         return self.handler.surely_dense(self._call, layer.info.index, query.shape)
 

@@ -242,7 +242,7 @@ def attend(
         return dense.raw(query, key, value)
     if parallel_config is not None and compat.context_parallel(parallel_config) is not None:
         return attend_in_parallel(attachment, tag.layer, Dense(tag, mask, extra), query, key, value, parallel_config)
-    if mask is None and extra is None and (reason := attachment.surely_dense(tag.layer, query)):
+    if mask is None and extra is None and (reason := attachment.surely_dense(tag.layer, query, key)):
         return attachment.attend_densely(tag.layer, query, key, value, Dense(tag, None), reason)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     dense = Dense(tag, mask, extra, (q, k, v), (query, key, value))

@@ -87,6 +87,11 @@ class Costs:
         later = self.prediction(work)
         return max(0.0, min(self.first(work), later * backbone.first_prediction_factor) - later)
 
+    def cold_first_extra(self, shape: tuple[int, ...], backbone: Backbone) -> float:
+        """The same inside a generation: here too what does not grow with the tokens takes twice as long."""
+        extra = self.first_extra(shape, backbone)
+        return extra + min(self.first.fixed, extra)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -148,8 +153,8 @@ class CostTable:
         """Whether what a first prediction costs more than a later one is won back over the `calls` to come."""
         sparse, dense = self.seconds(shares, refresh)
         sparse += self.cold_seconds(shares, refresh)
-        extra = sum(self.costs(s.backbone, s.shape[3]).first_extra(s.shape, s.backbone) for s in shares)
-        return calls * (dense - sparse * (1 + self.margin)) > 2 * extra  # a first one is cold as well
+        extra = sum(self.costs(s.backbone, s.shape[3]).cold_first_extra(s.shape, s.backbone) for s in shares)
+        return calls * (dense - sparse * (1 + self.margin)) > extra
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""

@@ -20,9 +20,8 @@ from .points import ModelPoints
 from .stats import Recorder
 
 TOO_FEW = "not worth it: too few tokens"
-LOOK = (
-    0.25  # a look at masks costs a prediction: it is taken where likely masks would be quicker than dense by this much
-)
+# A look at masks costs a prediction: it is taken where likely masks would be quicker than dense by this much.
+LOOK = 0.25
 LONGEST_WAIT = 16  # calls after which a layer that runs dense is looked at again
 
 
@@ -53,7 +52,7 @@ class Payoff:
         self._too_few.clear()
 
     def known_hopeless(self, request: Request) -> bool:
-        """Whether no mask can pay here, as an earlier call found."""
+        """Whether masks are not worth a look here, as an earlier call found."""
         return self.is_hopeless(self._place(request))
 
     def is_hopeless(self, place: tuple) -> bool:
@@ -83,7 +82,7 @@ class Payoff:
         return ""
 
     def _place(self, request: Request) -> tuple:
-        """All that the question depends on whether even the best mask would pay."""
+        """All that the question depends on whether likely masks would pay."""
         return request.call.transformer, request.call.layer, request.phase, tuple(request.q.shape)
 
     def _likely_shares(self, request: Request) -> list[Share]:

@@ -197,11 +197,7 @@ class Recorder:
 
     def add(self, row: Row) -> None:
         """Take one call."""
-        if self._over:
-            self._over = False
-            self.generations += 1
-            self.rows.clear()
-            self.settle()
+        self._begin()
         self.rows.append(row)
         seconds = None
         if row.timer.cuda:
@@ -218,13 +214,17 @@ class Recorder:
         elif row.kernel:
             self.kernels[row.kernel] += 1
 
+    def _begin(self) -> None:
+        """The first row after the end of a generation opens the next one."""
+        if self._over:
+            self._over = False
+            self.generations += 1
+            self.rows.clear()
+            self.settle()
+
     def add_dense(self, row: Row, seconds: float) -> None:
         """Take one call that ran dense on a CPU: as `add`, without what only other calls have."""
-        if self._over or not row.reason:
-            row.timer = Timer()
-            row.timer.marks = [("", 0.0), ("dense", seconds)]
-            self.add(row)
-            return
+        self._begin()
         self.rows.append(row)
         asked = row.reason in ASKED_DENSE
         for sums in self._sums(row):

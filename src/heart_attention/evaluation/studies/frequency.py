@@ -14,12 +14,8 @@ from .. import metrics, video
 from .common import save
 
 PAPER = {"LL": 28.19, "LH": 29.58, "HL": 29.85, "HH": 30.35}  # PSNR in dB, Wan2.1-1.3B
-PAPER_MORE = {
-    "LL": (0.8452, 0.1024),
-    "LH": (0.8485, 0.0970),
-    "HL": (0.8529, 0.0818),
-    "HH": (0.8634, 0.0791),
-}  # SSIM, LPIPS
+# SSIM and LPIPS
+PAPER_MORE = {"LL": (0.8452, 0.1024), "LH": (0.8485, 0.0970), "HL": (0.8529, 0.0818), "HH": (0.8634, 0.0791)}
 SIZE = 0.1  # of the noise, in norms of the velocity
 
 
