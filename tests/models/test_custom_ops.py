@@ -19,9 +19,10 @@ def clean():
     torch._dynamo.reset()
 
 
-def generate(model, case):
+def generate(model, case, rising=False):
     outputs = []
     for t, name in TIMES:
+        t = 1000 - t if rising else t
         with model.cache_context(name):
             outputs.append(tiny.run(model, case.inputs(t)))
     return torch.stack(outputs)
@@ -43,13 +44,13 @@ def compile_blocks(model, backend):
 def check(name, compile_model, backend, plain_graphs):
     """Outputs as in eager mode with the same handler, and as many graphs as without HEART."""
     case = tiny.every_model()[name]
-    attach(eager := case.build(), tiny.Halved())
-    expected = generate(eager, case)
+    rising = attach(eager := case.build(), tiny.Halved()).clock.rising
+    expected = generate(eager, case, rising)
     model = case.build()
     compile_model(model, backend)
     attachment = attach(model, handler := tiny.Halved())
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = generate(model, case)
+        found = generate(model, case, rising)
     assert (found - expected).abs().max() <= 1e-5
     assert graphs() == plain_graphs
     assert [call.layer for call, _ in handler.calls] == [0, 1] * len(TIMES)

@@ -1,5 +1,6 @@
 """How often a sparse call waits for the GPU, counted on a pretended one: once for TMR's decision, never without drift."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -66,6 +67,22 @@ def test_clusters_wait_for_the_decision_alone(backbone, rest, tau, reuse):
     found, _ = counts(backbone, reuse, rest, tau)
     assert [len(reads) for reads, _ in found] == [0] + [1] * (STEPS - 1), found
     found, _ = counts(backbone, Interval(3), rest, tau)
+    assert not any(reads for reads, _ in found), found
+
+
+@pytest.mark.parametrize(
+    "backbone, rest, tau",
+    [
+        (BLOCKS, "drop", 0.6),
+        (BLOCKS, "mean", 0.6),
+        (CLUSTERS, "drop", 0.6),
+        (RANKED, "mean", 0.1),
+        (GROUPS, "mean", 0.1),
+    ],
+)
+@pytest.mark.parametrize("reuse", TMRS)
+def test_a_decision_on_the_device_is_not_waited_for(backbone, rest, tau, reuse):
+    found, _ = counts(backbone, replace(reuse, decide="device"), rest, tau)
     assert not any(reads for reads, _ in found), found
 
 

@@ -35,6 +35,12 @@ class State:
     def forget(self, heads: Sequence[int]) -> None:
         """Forget these heads of the model."""
 
+    def copy(self) -> Any:
+        """What is remembered now, for `keep`."""
+
+    def keep(self, before: Any, chosen: Tensor, heads: Sequence[int], first: int) -> None:
+        """Go back to `before` for heads not in `chosen`, bool [B, H] on the device of the model; items count from `first`."""
+
     def nbytes(self) -> dict[str, int]:
         """Bytes held, by kind."""
         return {}

@@ -69,6 +69,21 @@ class ClusterState(State):
         for place in [place for place in self.centroids if place[1] in set(heads)]:
             del self.centroids[place]
 
+    def copy(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+        """The centroids as they are."""
+        return dict(self.centroids)
+
+    def keep(self, before: Any, chosen: Tensor, heads: Sequence[int], first: int) -> None:
+        """Old centroids where a head's new clusters were not taken; nobody waits for the choice."""
+        for b in range(chosen.shape[0]):
+            for h, head in enumerate(heads):
+                place = (first + b, head)
+                new, old = self.centroids.get(place), before.get(place)
+                if new is None or old is None or new is old:
+                    continue
+                pairs = [[x.to(chosen.device, non_blocking=True) for x in pair] for pair in zip(new, old)]
+                self.put(place, [torch.where(chosen[b, h], *pair) for pair in pairs])
+
     def nbytes(self) -> dict[str, int]:
         """Bytes of the centroids."""
         return {"centroids": sum(t.numel() * t.element_size() for pair in self.centroids.values() for t in pair)}

@@ -195,6 +195,15 @@ class Mask:
         parts = {name: torch.cat([getattr(m, name) for m in masks], 1) for name in first._per_head}
         return first if len(masks) == 1 else replace(first, **parts)
 
+    def where(self, chosen: Tensor, mask: Self) -> Self:
+        """The heads of `mask` [B, H] where `chosen`, bool [B, H] on this mask's device, and this mask's elsewhere."""
+
+        def choose(name: str) -> Tensor:
+            old, new = getattr(self, name), getattr(mask, name)
+            return torch.where(chosen.view(*chosen.shape, *(1,) * (old.dim() - 2)), new, old)
+
+        return replace(self, **{name: choose(name) for name in self._per_head})  # type: ignore[type-var]
+
     def put(self, index: Sequence[int] | Tensor, mask: Self) -> Self:
         """A new mask with the heads in `index` replaced by those of `mask`.
 

@@ -52,6 +52,7 @@ class Engine(Handler):
         self.points = ModelPoints(config, transformers, layers, heads)
         self.recorder = Recorder(layers, heads)
         config.reuse.check(layers)
+        self.points.check_decision(config.reuse)
         if config.kernel != "auto":
             kernels.choose(name=config.kernel)  # raises with the reasons if it cannot serve here at all
         self.steps: Callable[[], int | None] = lambda: None  # steps of a generation, where a pipeline tells
@@ -309,9 +310,18 @@ class Engine(Handler):
 
     def _decide(self, request: Request, state: LayerState) -> None:
         """Drift against the anchor and the policy's decision; heads that refresh take the present as anchor."""
-        policy, call, now = self.config.reuse, request.call, None
-        if policy.features is not None:
-            now = self._features(request, state, policy.features)
+        policy = self.config.reuse
+        now = None if policy.features is None else self._features(request, state, policy.features)
+        if policy.decide == "device" and now is not None and state.anchor is not None:
+            self._decide_on_device(request, state, now)
+        else:
+            self._decide_on_host(request, state, now)
+        request.timer.lap("drift")
+
+    def _decide_on_host(self, request: Request, state: LayerState, now: Tensor | None) -> None:
+        """The decision is waited for, so that only heads that refresh are predicted."""
+        policy, call = self.config.reuse, request.call
+        if now is not None:
             known = state.anchor is not None
             request.drift = torch.zeros(state.cached.shape)
             if known and state.norm is None and policy.wants_norm:  # both by one copy: the only one that is waited for
@@ -330,7 +340,21 @@ class Engine(Handler):
             if now is not None:
                 state.anchor, state.norm = _renew(state.anchor, now, request.refresh), None
             state.refreshed_at[request.refresh] = request.step
-        request.timer.lap("drift")
+
+    def _decide_on_device(self, request: Request, state: LayerState, now: Tensor) -> None:
+        """The same without a wait: all heads are predicted, and the device chooses which masks are taken."""
+        policy, call, anchor = self.config.reuse, request.call, state.anchor
+        assert anchor is not None
+        drift = reuse.drift(anchor, now)
+        norm = reuse.norm(anchor) if policy.wants_norm else None
+        cached, at_step = torch.ones_like(drift, dtype=torch.bool), state.refreshed_at.to(drift.device)
+        age = request.step - at_step
+        view = reuse.ReuseState(cached, age, call.layer, request.step, norm, call.heads_total, call.all_reduce)
+        request.chosen = policy.refresh(drift, view)
+        request.refresh = torch.ones_like(state.cached)
+        state.anchor = _renewed(anchor, now, request.chosen)
+        state.refreshed_at = torch.where(request.chosen, request.step, at_step)
+        state.decision = Reading(torch.stack([drift, request.chosen.float()]))
 
     def _features(self, request: Request, state: LayerState, kind: str) -> Tensor:
         """Features of all heads, each over the tokens that its predictor sees."""
@@ -355,7 +379,8 @@ class Engine(Handler):
                 self._adopt(group, group.learnt, q)
                 group.learnt = None
             if bool(which.any()):
-                self._adopt(group, self._fresh_mask(request, group, which, q, k, v), q)
+                fresh = self._fresh_mask if request.chosen is None else self._chosen_mask
+                self._adopt(group, fresh(request, group, which, q, k, v), q)
             elif group.packed is not None and group.backbone.remaps:
                 self._adopt(group, group.backbone.remap(group.packed.unpack(), q, k, v, group.spec.tau), q)
         state.cached |= request.refresh
@@ -382,6 +407,18 @@ class Engine(Handler):
         if group.backbone.remaps:
             stale = group.backbone.remap(stale, q, k, v, group.spec.tau)
         return stale.put(which, fresh)
+
+    def _chosen_mask(self, request: Request, group: HeadGroup, which: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Mask:
+        """The group's mask with those heads predicted anew that the device chose; all of `which` are predicted."""
+        assert group.packed is not None and request.chosen is not None
+        before = group.memory.copy()
+        stale = group.packed.unpack()
+        if group.backbone.remaps:
+            stale = group.backbone.remap(stale, q, k, v, group.spec.tau)
+        chosen = request.chosen[:, group.places]
+        mask = stale.where(chosen, self._fresh_mask(request, group, which, q, k, v))
+        group.memory.keep(before, chosen, group.spec.heads, request.call.item)
+        return mask
 
     def _adopt(self, group: HeadGroup, mask: Mask, q: Tensor) -> None:
         """From now on the group computes this mask."""
@@ -469,11 +506,12 @@ class Engine(Handler):
             call.branch,
             request.timer,
             heads=request.heads if len(request.heads) < self.heads or call.heads else None,
-            refreshed=request.refresh.float().mean(0).tolist(),
+            refreshed=None if request.chosen is not None else request.refresh.float().mean(0).tolist(),
             drift=None if request.drift is None else request.drift.nanmean(0).tolist(),
             kernel="+".join(dict.fromkeys(g.kernel.name for g in state.groups if g.kernel is not None)),
         )
-        under_way = request.q.is_cuda and any(group.rest_mass is not None for group in state.groups)
+        readings = [state.decision, *(group.rest_mass for group in state.groups)]
+        under_way = request.q.is_cuda and any(reading is not None for reading in readings)
         if not under_way and all(group.reading is None for group in state.groups):
             self._settle(state)
 
@@ -482,6 +520,9 @@ class Engine(Handler):
         for group in state.groups:
             group.settle()
         if state.late is not None:
+            if state.decision is not None:
+                state.late.drift, state.late.refreshed = state.decision.values().mean(1).tolist()
+                state.decision = None
             state.late.density = state.per_head("density").mean(0).tolist()
             state.late.cost = state.per_head("cost").mean(0).tolist()
             state.late.rest_mass = state.rest_mass()
@@ -514,7 +555,9 @@ def _reducer(request: Request) -> Callable[[Tensor], Tensor] | None:
 
 def _renew(anchor: Tensor | None, now: Tensor, refresh: Tensor) -> Tensor:
     """The anchor with refreshed heads taken from the present."""
-    if anchor is None or bool(refresh.all()):
-        return now
-    chosen = refresh.to(now.device).view(1, *refresh.shape, *(1,) * (now.dim() - 3))
-    return torch.where(chosen, now, anchor)
+    return now if anchor is None or bool(refresh.all()) else _renewed(anchor, now, refresh.to(now.device))
+
+
+def _renewed(anchor: Tensor, now: Tensor, chosen: Tensor) -> Tensor:
+    """The anchor with the chosen heads, bool [B, H] beside it, taken from the present."""
+    return torch.where(chosen.view(1, *chosen.shape, *(1,) * (now.dim() - 3)), now, anchor)

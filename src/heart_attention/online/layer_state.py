@@ -68,6 +68,9 @@ class LayerState:
     wait: int = 0  # calls until it is looked at again
     patience: int = 1  # how long the next wait is
     late: Any = None  # the Row of the last call, while its densities are under way
+    decision: Reading | None = (
+        None  # fp32 [2, B, H]: drift and refresh of that call, where they were decided on the device
+    )
 
     def nbytes(self) -> Counter[str]:
         """Bytes held, by kind."""
@@ -79,7 +82,7 @@ class LayerState:
     @property
     def ready(self) -> bool:
         """Whether nothing is under way from a GPU any more."""
-        under_way = [reading for group in self.groups for reading in (group.reading, group.rest_mass)]
+        under_way = [reading for group in self.groups for reading in (group.reading, group.rest_mass)] + [self.decision]
         return all(reading is None or reading.ready for reading in under_way)
 
     def refresh_rate(self, expected: float) -> float:
@@ -123,4 +126,5 @@ class Request:
     step: int = 0
     phase: int = 0
     drift: Tensor | None = None
-    refresh: Tensor | None = field(default=None, repr=False)
+    refresh: Tensor | None = field(default=None, repr=False)  # bool [B, H] on the CPU: heads to predict
+    chosen: Tensor | None = field(default=None, repr=False)  # where the device decides: which of them take the new mask

@@ -183,6 +183,16 @@ class ModelPoints:
         """Whether any backbone looks at the last dense step."""
         return any(b.warms_up for b in self._backbones)
 
+    def check_decision(self, policy: Any) -> None:
+        """Raise where a decision on the device would have to take back what a backbone has learnt."""
+        if policy.decide != "device":
+            return
+        for backbone in self._backbones:
+            if backbone.learns or not callable(getattr(backbone.new_state(), "keep", None)):
+                raise HeartError(
+                    f"TMR(decide='device') cannot take back what {backbone.name} remembers of a call: use decide='host'"
+                )
+
     def set_thresholds(self, value: Any) -> None:
         """Other thresholds from now on, in any form a config takes."""
         self._tau = [] if self.table is not None else thresholds.table(value, *self.sizes)

@@ -114,6 +114,7 @@ class Policy:
     features: str | None = None
     wants_norm: bool = True  # whether `refresh` reads the anchor's norm
     expected_refresh: float = 0.3  # share of masks predicted anew, as long as a layer has shown nothing of its own
+    decide: str = "host"  # where the decision is read: see `TMR`
 
     def refresh(self, drift: Tensor | None, state: ReuseState) -> Tensor:
         """Heads to refresh, bool [B, H]; `drift` is fp32 [B, H] against the anchor, 0 for heads without a cache."""
@@ -175,12 +176,15 @@ class TMR(Policy):
         relative: the scale-free form: drift divided by the anchor's own L1 norm, one number or one a layer.
         drift: "mean" (the paper's online rule) or "tokens" (its Eq. 3, for studies: keeps every token of q
             and k).
+        decide: "host" waits for the decision and predicts only the heads that refresh; "device" predicts all heads and
+            chooses between old and new masks where they lie: the same masks without a wait, and no prediction saved.
     """
 
     delta: float | tuple[float, ...] | None = None
     gate: tuple[float, float] = (0.4, 0.8)
     relative: float | tuple[float, ...] | None = None
     drift: str = "mean"
+    decide: str = "host"
 
     def __post_init__(self) -> None:
         if self.delta is not None and self.relative is not None:
@@ -195,6 +199,8 @@ class TMR(Policy):
         object.__setattr__(self, "gate", _gate_bounds(self.gate))
         if not isinstance(self.drift, str) or self.drift not in ("mean", "tokens"):
             raise HeartError(f"TMR's drift is {shown(self.drift)}: it must be 'mean' or 'tokens'")
+        if not isinstance(self.decide, str) or self.decide not in ("host", "device"):
+            raise HeartError(f"TMR's decide is {shown(self.decide)}: it must be 'host' or 'device'")
 
     @property
     def features(self) -> str:  # type: ignore[override]
@@ -205,6 +211,11 @@ class TMR(Policy):
     def wants_norm(self) -> bool:  # type: ignore[override]
         """Only a relative bound is a share of the anchor's norm."""
         return self.relative is not None
+
+    @property
+    def expected_refresh(self) -> float:  # type: ignore[override]
+        """Decided on the device, every mask is predicted."""
+        return 1.0 if self.decide == "device" else Policy.expected_refresh
 
     def oddities(self) -> list[str]:
         """Bounds that make the policy another one."""
