@@ -2,6 +2,7 @@
 
     python benchmarks/few_steps.py --work DIR [--steps 4,8] [--prompts 4] [--seeds 2] [--methods NAME;NAME]
     python benchmarks/few_steps.py --work DIR --times [--rounds 4] [--threads 2]
+    python benchmarks/few_steps.py --work OTHER --control --methods NAME;NAME
 
 PSNR against the student's dense video of the same prompt and seed, on held-out prompts that no calibration has seen. "model"
 is the attention time of dense over a method's by the table of costs that ships for this machine's kind, from what ran:
@@ -86,7 +87,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args, self.work = args, Path(args.work)
         self.work.mkdir(parents=True, exist_ok=True)
-        self.pipe = tiny.load("student")
+        self.pipe = tiny.load_random() if args.control else tiny.load("student")
         self.pipe.set_progress_bar_config(disable=True)
         self.size = {key: tiny.QUICK[key] for key in ("height", "width", "num_frames")} if args.quick else {}
         self.prompts = tiny.prompts("heldout")[SEEN : SEEN + args.prompts]
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--control", action="store_true", help="random weights, with a DIR of their own")
     parser.add_argument("--quick", action="store_true", help="the small size")
     add_arguments(parser)
     args = parser.parse_args()

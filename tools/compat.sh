@@ -20,12 +20,12 @@ run() {
     if ! { test -x "$env/bin/python" || "$python" -m venv "$env"; } >/dev/null 2>&1; then
         echo "$name: no environment can be made"; failed=1; return
     fi
-    if ! "$env/bin/python" -m pip --disable-pip-version-check install -q "$@" -e . pytest pytest-timeout hypothesis scipy psutil \
-        >"$env/install.log" 2>&1; then
+    if ! "$env/bin/python" -m pip --disable-pip-version-check install -q --only-binary numpy,torch "$@" \
+        -e . pytest pytest-timeout hypothesis scipy psutil >"$env/install.log" 2>&1; then
         echo "$name: these versions cannot be had for this Python ($env/install.log)"; return
     fi
     # shellcheck disable=SC2086
-    if OMP_NUM_THREADS=1 "$env/bin/python" -m pytest $TESTS -m "not slow" -q -p no:cacheprovider >"$env/tests.log" 2>&1; then
+    if OMP_NUM_THREADS=1 "$env/bin/python" -m pytest $TESTS -m "not slow" -p no:cacheprovider >"$env/tests.log" 2>&1; then
         echo "$name: $(tail -n 1 "$env/tests.log")"
     else
         echo "$name: FAILED ($env/tests.log)"; failed=1
