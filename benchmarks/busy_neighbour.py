@@ -20,7 +20,7 @@ import time
 from ratios import Ratio, add_arguments, settle
 
 BAR = 0.15
-METHODS = ("xattention+joint", "svg2+joint")
+METHODS = ("xattention+joint", "svg2+joint", "heart")
 STEPS = {"quick": 10, "native": 8}
 
 

@@ -81,8 +81,10 @@ def test_wrong_arguments_are_told_before_anything_is_loaded(words, sentence, cap
 
 
 def test_a_plugin_is_imported_before_anything_else(tmp_path, monkeypatch, capsys):
+    from heart_attention import plugins
     from heart_attention.evaluation import metrics
 
+    monkeypatch.setattr(plugins, "_loaded", [])  # workers of later tests must not look for it
     (tmp_path / "my_heart_plugin.py").write_text(
         "from heart_attention.evaluation.metrics import register_metric\n"
         "register_metric('brighter', lambda v, r: float(v.mean() - r.mean()), 'difference of mean brightness')\n"

@@ -153,6 +153,8 @@ class Calibration(ThresholdSource):
             raise HeartError("the calibration's points are no list, or an empty one: it needs operating points")
         points = tuple(map(values.point, self.points))
         choice = values.indices(self.choice, "choice", (2, 3), len(points))
+        if choice.ndim == 3 and len(choice) == 1:
+            raise HeartError("the calibration's choice is of one phase in three dimensions: give [layers][heads]")
         taus = np.array([point["threshold"] for point in points])
         alike = all(_shared(points, name) for name in ("backbone", "rest", "order"))
         simple = alike and bool((np.diff(taus) > 0).all())
