@@ -133,6 +133,7 @@ def edited(change) -> dict:
         (lambda d: d.update(phases={"sigmas": [0.5]}), "sigmas, weights and steps"),
         (lambda d: d.update(phases={"sigmas": [0.5], "weights": [1.0], "steps": [5]}), "has shape"),
         (lambda d: d.update(phases=[1]), "phases is list"),
+        (lambda d: d.update({name: [d[name]] for name in ("choice", "E", "S", "bands")}), "of one phase in three"),
         (lambda d: d["settings"].update(dense_steps="5"), "setting dense_steps is '5'"),
         (lambda d: d["settings"].update(grid=[1, 2]), "setting grid"),
         (lambda d: d["settings"].update(order="spiral"), "order is 'spiral'"),
