@@ -19,6 +19,7 @@ from heart_attention.tiny import scene
 from heart_attention.tiny.silhouette import distance
 
 CELL = 4  # speckle size in pixels
+TIMELINE = 16  # frames of a whole clip at the native size
 NEAR = 1.35  # radii around a shape's centre that count as near it: the same disc for every shape
 
 
@@ -37,6 +38,7 @@ class World:
     across: float = 0.12  # how far they may lie to either side of it
     share: tuple[float, float] | None = None  # radius as a share of the canvas' shorter side, instead of pixels
     contrast: float = 1.0  # of patches and speckles, of the strongest that the program check reads as ground
+    window: bool = False  # clips under half the native length are stretches of it, not all of it in fewer frames
 
 
 SLOW = World(radius=(13.0, 18.0), speed=(3.6, 4.8))
@@ -57,6 +59,8 @@ LIT_SHORT = replace(LIT, radius=(15.0, 21.0), reach=0.25, across=0.25)
 LIT_WIDE, LIT_NARROW = replace(LIT, across=0.25), replace(LIT, across=0.05)
 # Shapes large enough for tokens of 8 x 8 pixels, wholly inside at every canvas, on a ground that asks for less.
 CALM = replace(LIT, across=0.1, share=(0.15, 0.175), contrast=0.5)
+# A short clip, down to a single picture, is cut out of a whole one: things look and move as they do at the native size.
+CUT = replace(CALM, window=True)
 
 
 @dataclass
@@ -84,12 +88,26 @@ def _centres(frames: int, size: tuple[int, int], step: torch.Tensor, radius: tor
     return middle[:, None] + time[None, :, None] * step[:, None]
 
 
-def _lit_centres(frames: int, size: tuple[int, int], direction: torch.Tensor, world: World, rng) -> torch.Tensor:
+def _moments(clips: int, frames: int, world: World, rng: torch.Generator) -> torch.Tensor:
+    """When the frames of each clip are [B, T], from -1, where a whole clip begins, to 1, where it ends."""
+    if not world.window or frames >= TIMELINE // 2:
+        return torch.linspace(-1, 1, frames).expand(clips, frames)
+    first = torch.randint(TIMELINE - frames + 1, (clips, 1), generator=rng)
+    return torch.linspace(-1, 1, TIMELINE)[first + torch.arange(frames)]
+
+
+def _lit_centres(time: torch.Tensor, size: tuple[int, int], direction: torch.Tensor, world: World, rng) -> torch.Tensor:
     """Paths [B, T, 2] that are in the middle of the canvas at half time, a little to either side of it."""
     extent = torch.tensor([size[1], size[0]], dtype=torch.float32)
     across = world.across * extent * (2 * torch.rand(len(direction), 1, generator=rng) - 1) * (direction == 0)
-    time = torch.linspace(-1, 1, frames)
-    return extent / 2 + across[:, None] + world.reach * extent * time[None, :, None] * direction[:, None]
+    return extent / 2 + across[:, None] + world.reach * extent * time[..., None] * direction[:, None]
+
+
+def _light(time: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """The scene's light [B, 3, T, H, W] at these moments [B, T]."""
+    begin, end = torch.from_numpy(scene.light(2, *size)).permute(3, 0, 1, 2).split(1, 1)  # each [3, 1, H, W]
+    part = (time[:, None, :, None, None] + 1) / 2
+    return begin + part * (end - begin)
 
 
 def _speckles(b: int, height: int, width: int, rng: torch.Generator) -> torch.Tensor:
@@ -130,17 +148,19 @@ def _cover(shapes: list[str], centre: torch.Tensor, radius: torch.Tensor, size: 
     return (0.5 - torch.from_numpy(np.stack(far))).clamp(0, 1)[:, None]
 
 
-def _ground(combos: list[scene.Combo], frames: int, size: tuple[int, int], step, world: World, rng) -> torch.Tensor:
+def _ground(
+    combos: list[scene.Combo], time: torch.Tensor, size: tuple[int, int], step, world: World, rng
+) -> torch.Tensor:
     """What lies behind the shape [B, 3, T or 1, H, W], in 0..255: colour, patches or speckles, light."""
     b, (height, width) = len(combos), size
     if world.belt:
-        speckles = _belt(step, frames, size, world.patch, rng)
+        speckles = _belt(step, time.shape[1], size, world.patch, rng)
     else:
         speckles = _patches(b, height, width, world.patch, rng) if world.patch else _speckles(b, height, width, rng)
     colour = torch.tensor([scene.BACKGROUND_COLOURS[c[3]] for c in combos], dtype=torch.float32)
     ground = colour[:, :, None, None, None] + world.contrast * speckles
     if world.lit:
-        ground = ground + torch.from_numpy(scene.light(frames, height, width)).permute(3, 0, 1, 2)
+        ground = ground + _light(time, size)
     return ground.clamp(0, 255)
 
 
@@ -156,11 +176,12 @@ def draw(
     radius = _uniform(len(firsts), low, high, rng)
     direction = torch.tensor([scene.MOTIONS[c[2]] for c in firsts], dtype=torch.float32)
     step = direction * _uniform(len(firsts), *world.speed, rng)[:, None]
+    time = _moments(len(firsts), frames, world, rng)
     if world.lit:
-        centre = _lit_centres(frames, size, direction, world, rng)  # [B, T, 2]
+        centre = _lit_centres(time, size, direction, world, rng)  # [B, T, 2]
     else:
         centre = _centres(frames, size, step, radius, world, rng)
-    ground = _ground(firsts, frames, size, step, world, rng)
+    ground = _ground(firsts, time, size, step, world, rng)
     radius, step, centre, ground = (part.repeat_interleave(alike, 0) for part in (radius, step, centre, ground))
     paint = torch.tensor([scene.OBJECT_COLOURS[c[0]] for c in combos], dtype=torch.float32)
     cover = _cover([c[1] for c in combos], centre, radius, size)

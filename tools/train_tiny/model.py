@@ -56,6 +56,21 @@ def build_text_encoder(vocab: int) -> UMT5EncoderModel:
     return UMT5EncoderModel(config)
 
 
+LOUD = 2000.0  # norm of the embeddings: what the encoder's layers add to them does not count
+
+
+@torch.no_grad()
+def spell_words(encoder: UMT5EncoderModel, seed: int = 0) -> None:
+    """Make every word's encoding a direction of its own, at right angles to all others, and leave it so.
+
+    An encoder that is trained together with the transformer can end with one encoding for several words.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    directions, _ = torch.linalg.qr(torch.randn(TEXT_DIM, TEXT_DIM, generator=rng))
+    encoder.shared.weight.copy_(LOUD * directions[: encoder.config.vocab_size])
+    encoder.requires_grad_(False)
+
+
 def build_transformer(layers: int = LAYERS) -> WanTransformer3DModel:
     """The Wan2.1 architecture at dim 128: 4 heads of 32."""
     return WanTransformer3DModel(

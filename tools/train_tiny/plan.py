@@ -20,6 +20,7 @@ class Phase:
     shifts: tuple[float, ...] = (model.FLOW_SHIFT,)  # of the noise levels, sample by sample in turn
     teach: words.Lesson | None = None  # before it begins
     focus: float = 0.0  # how much more the loss near the object counts, at no noise
+    text: tuple[int, ...] = (64, 512)  # prompt lengths that captions are padded to, one of them in each step
     alike: bool = False  # batches that have room for it hold each clip with all four shapes, under the same noise
 
 
@@ -83,7 +84,23 @@ DEEP_PLAN = (
     Phase(23000, (2.5e-3, 1e-3), LATE_MIX, data.CALM, MIDDLE_NOISE, focus=10.0, alike=True),
     Phase(25000, (1e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
 )
-PLANS = {"shipped": (PLAN, 6), "deep": (DEEP_PLAN, 9)}  # with the number of layers
+# From scratch, words as they are spelled (model.spell_words): pictures first, without the padding that drowns words at
+# the start, then stretches of clips, then whole ones.
+PICTURE, SKETCH, STRETCH, QUICK = (16, 1, 16, 16), (28, 1, 12, 12), (4, 4, 16, 16), (4, 8, 12, 12)
+BARE, FEW, SOME = (model.CAPTION_TOKENS,), (model.CAPTION_TOKENS, 40), (32, 128)
+CUT_MIX = ((0.3, PICTURE), (0.4, STRETCH), (0.3, QUICK))
+WHOLE_MIX = ((0.3, STRETCH), (0.3, QUICK), (0.4, NATIVE))
+FRESH_PLAN = (
+    Phase(100, (0.0, 3e-3), ((1.0, PICTURE),), data.CUT, MIDDLE_NOISE, text=BARE),
+    Phase(800, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0, text=BARE),
+    Phase(1200, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0, text=FEW),
+    Phase(1600, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0, text=SOME),
+    Phase(2400, (3e-3, 3e-3), ((0.8, PICTURE), (0.2, STRETCH)), data.CUT, MIDDLE_NOISE, focus=3.0),
+    Phase(4800, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
+    Phase(6800, (3e-3, 1e-4), WHOLE_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
+)
+# By name: the phases, the number of layers, and whether words are spelled.
+PLANS = {"shipped": (PLAN, 6, False), "deep": (DEEP_PLAN, 9, False), "fresh": (FRESH_PLAN, 9, True)}
 # HunyuanVideo's from scratch, in the world that the other model ended in; not run yet.
 HUNYUAN_PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, BRIEF),), data.CALM, ALL_NOISE),

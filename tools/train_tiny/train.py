@@ -28,7 +28,6 @@ log = logging.getLogger("train_tiny")
 CAPTION_DROPOUT = 0.1
 EMA = 0.998
 GAIN_LR = 4.0  # QK-norm gains learn faster, so that attention can become as sharp as it wants to be
-TEXT_LENGTHS = (64, 512)  # prompt lengths the pipeline may pad to
 
 
 class PaddedTextAttention(WanAttnProcessor):
@@ -57,8 +56,10 @@ class Trainer:
 
     gains: tuple[str, ...] = (".attn1.norm_",)  # parts of the names of the QK-norm gains
 
-    def __init__(self, plan: tuple[Phase, ...] = PLAN, seed: int = 0, layers: int = model.LAYERS):
-        self.plan, self.seed, self.step = plan, seed, 0
+    def __init__(
+        self, plan: tuple[Phase, ...] = PLAN, seed: int = 0, layers: int = model.LAYERS, spelled: bool = False
+    ):
+        self.plan, self.seed, self.step, self.spelled = plan, seed, 0, spelled
         self.codec = model.fit_codec(seed)
         modules = self._build(seed, layers)
         self.named = [(f"{name}.{n}", p) for name, module in modules.items() for n, p in module.named_parameters()]
@@ -71,6 +72,8 @@ class Trainer:
     def _build(self, seed: int, layers: int) -> dict[str, torch.nn.Module]:
         """The modules that are trained, by the name that they have in the pipeline."""
         self.transformer, self.text_encoder, self.tokenizer = model.initialise(seed, layers)
+        if self.spelled:
+            model.spell_words(self.text_encoder, seed)
         self.cross = PaddedTextAttention()
         for block in self.transformer.blocks:
             block.attn2.set_processor(self.cross)
@@ -102,7 +105,8 @@ class Trainer:
     def _text(self, captions: list[str], rng: torch.Generator, dropout: float) -> torch.Tensor:
         tokens = self._tokens(captions, rng, dropout)
         mask, window = tokens.attention_mask, model.CAPTION_TOKENS
-        total = TEXT_LENGTHS[int(torch.randint(len(TEXT_LENGTHS), (), generator=rng))]
+        lengths = phase_at(self.plan, min(self.step, self.plan[-1].until - 1))[0].text
+        total = lengths[int(torch.randint(len(lengths), (), generator=rng))]
         self.cross.bias = padding_bias(mask.sum(1), total, window)
         return self.text_encoder(tokens.input_ids, mask).last_hidden_state * mask[..., None]  # [B, window, TEXT_DIM]
 
@@ -258,8 +262,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
-    plan, layers = PLANS[args.plan]
-    trainer = Trainer(plan, args.seed, layers)
+    plan, layers, spelled = PLANS[args.plan]
+    trainer = Trainer(plan, args.seed, layers, spelled)
     if args.compile:
         trainer.compile()
     run(trainer, args.out)
