@@ -31,14 +31,18 @@ def told_by(script: str, *arguments: str) -> dict:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", [11, 12, 13])
-def test_killed_calibrations_end_in_the_same_bytes(tmp_path, method, seed):
+def test_killed_calibrations_end_in_the_same_bytes(tmp_path, record_property, method, seed):
     told = told_by("killed_runs.py", str(tmp_path), method, str(seed))
+    record_property("SIGKILLs", told["kills"])
+    record_property("files compared after them", 1)
     assert told["equal"] and told["kills"] >= 3, told
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_killed_comparisons_end_in_the_same_videos(tmp_path):
+def test_killed_comparisons_end_in_the_same_videos(tmp_path, record_property):
     told = told_by("killed_compare.py", str(tmp_path), "13")
+    record_property("SIGKILLs", told["kills"])
+    record_property("files compared after them", told["files"])
     assert told["kills"] >= 5 and told["files"] == 8 and not told["differ"], told
 
 

@@ -32,7 +32,7 @@ def cluster():
 
 
 @pytest.mark.parametrize("method", ["probes", "joint"])
-def test_killed_workers_leave_no_trace(cluster, tmp_path, monkeypatch, method):
+def test_killed_workers_leave_no_trace(cluster, tmp_path, monkeypatch, record_property, method):
     from heart_attention.execution.ray import RayExecutor
 
     local = calibrate.run(load(), settings(method), tmp_path / "local").to_bytes()
@@ -52,6 +52,7 @@ def test_killed_workers_leave_no_trace(cluster, tmp_path, monkeypatch, method):
     spread = calibrate.run(
         load(), settings(method), tmp_path / "ray", ray="auto", loader=load, workers=2, progress=kill_one
     )
-    print(f"SIGKILLs: {len(killed)}")
+    record_property("SIGKILLs", len(killed))
+    record_property("files compared after them", 1)
     assert len(killed) >= 3 and spread.to_bytes() == local
     assert not list((tmp_path / "ray").rglob("*.tmp"))

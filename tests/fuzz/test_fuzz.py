@@ -24,8 +24,18 @@ from .mutate import damaged, variants
 QUICK, MANY = 250, 3000
 
 
-def attack(use, inputs, folder):
-    """Every foreign exception or long message, by where it came from."""
+@pytest.fixture
+def attack(record_property):
+    """Runs an attack; how many inputs it had stands in the run's summary."""
+
+    def attacking(use, inputs, folder):
+        record_property("hostile inputs", told_apart(use, inputs, folder))
+
+    return attacking
+
+
+def told_apart(use, inputs, folder):
+    """How many inputs there were; fails with every foreign exception or long message, by where it came from."""
     found, count = collections.Counter(), 0
     for value in inputs:
         count += 1
@@ -40,6 +50,7 @@ def attack(use, inputs, folder):
     assert not found, f"{sum(found.values())} of {count}: " + "\n".join(
         f"{n} × {text}" for text, n in found.most_common(20)
     )
+    return count
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -49,13 +60,13 @@ def test_valid_objects_are_taken(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_hostile_objects(name, tmp_path):
+def test_hostile_objects(attack, name, tmp_path):
     attack(KINDS[name].use, variants(KINDS[name].valid, QUICK, seed=1), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_many_hostile_objects(name, tmp_path):
+def test_many_hostile_objects(attack, name, tmp_path):
     attack(KINDS[name].use, variants(KINDS[name].valid, MANY, seed=2), tmp_path)
 
 
@@ -69,7 +80,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damaged_bytes(name, count, tmp_path):
+def test_damaged_bytes(attack, name, count, tmp_path):
     path, data = tmp_path / "x.json", json.dumps(KINDS[name].valid[0]).encode()
 
     def use(found, folder):
@@ -80,7 +91,7 @@ def test_damaged_bytes(name, count, tmp_path):
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
-def test_damaged_kernel_cache(count, tmp_path, monkeypatch):
+def test_damaged_kernel_cache(attack, count, tmp_path, monkeypatch):
     """Whatever becomes of a library or its checksum, it counts as something to build again; nothing is loaded here."""
     monkeypatch.setenv("HEART_CACHE", str(tmp_path))
     library = build.folder() / "kernels-0.so"

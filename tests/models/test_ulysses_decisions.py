@@ -5,6 +5,7 @@ None of these runs forces sparse attention. A rank that waits for another in vai
 
 import datetime
 import time
+import types
 
 import pytest
 import tiny_models as tiny
@@ -12,11 +13,13 @@ import torch
 from models_in_parallel import generate, on_two_ranks, parallel
 
 import heart_attention as heart
+from heart_attention import backbones
 from heart_attention.models.attachment import attach
 from heart_attention.online.cost_model import Costs, CostTable, Line
 from heart_attention.online.engine import Engine
+from heart_attention.online.points import Point, PointTable
 
-PATIENCE = 120
+PATIENCE = 60
 HEADS = 3  # on two ranks: two and one
 FREE = Line(0.0, 0.0)
 
@@ -27,29 +30,44 @@ def table(fixed=0.0, kernel=1.0):
     return CostTable("made up", "a test", 0.0, {"block": {16: costs}, "cluster": {16: costs}})
 
 
-# name: thresholds [L, H], the cost table of each rank (a lone process has the first), seconds that rank 1 is late
+POINTS = (
+    Point(heart.XAttention(stride=4, block=8), 0.5),
+    Point(backbones.by_name("lite", tile_q=8, tile_k=8), 0.5),
+    Point(heart.XAttention(stride=4, block=8), 0.8),
+)
+ONE_LEARNS = PointTable(POINTS, [[[[1, 1, 0]] * 2]])  # what rank 0 has learns from attention, what rank 1 has does not
+# At half the noise one rank's heads change, the other's stay: in layer 0 of rank 1, in layer 1 of rank 0.
+ONE_CHANGES = PointTable(POINTS, [[[[0, 0, 0], [0, 0, 0]], [[0, 0, 2], [2, 0, 0]]]], (0.5,))
+NOISE = [0.9, 0.8, 0.7, 0.4, 0.3, 0.2]  # of each step
+SCHEDULE = types.SimpleNamespace(
+    timesteps=1000 * torch.tensor(NOISE), config=types.SimpleNamespace(num_train_timesteps=1000)
+)
+
+# name: thresholds [L, H] or points, the cost table of each rank (a lone process has the first), seconds that rank 1 is late
 CASES = {
     "sparse pays for three heads but not for one": ([[0.5] * 3] * 2, [table(14_000)] * 2, 0.0),
     "no rank can be quicker": ([[0.5] * 3] * 2, [table(kernel=9.0)] * 2, 0.0),
     "masks of one rank keep too much": ([[0.99, 0.99, 0.1], [0.99, 0.99, 0.99]], [table(kernel=1.1)] * 2, 0.0),
     "a rank whose heads are all dense": ([[1.0, 1.0, 0.5], [0.5, 0.5, 1.0]], [table()] * 2, 0.0),
+    "one rank has a backbone that learns": (ONE_LEARNS, [table()] * 2, 0.0),
+    "a phase changes the heads of one rank": (ONE_CHANGES, [table()] * 2, 0.0),
     "a rank that is late": ([[0.5] * 3] * 2, [table(14_000)] * 2, 0.2),
     "one rank's table says no": ([[0.5] * 3] * 2, [table(kernel=9.0), table()], 0.0),
     "the other rank's table says no": ([[0.5] * 3] * 2, [table(), table(kernel=9.0)], 0.0),
 }
 
 
-def config(thresholds):
-    return heart.HeartConfig(
-        heart.XAttention(stride=4, block=8), thresholds, heart.TMR(delta=1.3, gate=(0.3, 0.6)), dense_steps=1
-    )
+def config(chosen):
+    given = {"points": chosen} if isinstance(chosen, PointTable) else {"thresholds": chosen}
+    backbone, reuse = heart.XAttention(stride=4, block=8), heart.TMR(delta=1.3, gate=(0.3, 0.6))
+    return heart.HeartConfig(backbone, reuse=reuse, dense_steps=1, **given)
 
 
 def run(name, rank=None):
     """Outputs, and for each (layer, step) why it ran dense ("" for sparse), on one process or on a rank of two."""
-    thresholds, tables, late = CASES[name]
-    handler = Engine(config(thresholds), layers=2, heads=HEADS, costs=tables[rank or 0])
-    attach(model := tiny.wan(num_attention_heads=HEADS), handler)
+    chosen, tables, late = CASES[name]
+    handler = Engine(config(chosen), layers=2, heads=HEADS, costs=tables[rank or 0])
+    attach(model := tiny.wan(num_attention_heads=HEADS), handler, SCHEDULE)
     if rank is not None:
         parallel(model, ulysses_degree=2, ulysses_anything=True)
     if rank and late:

@@ -284,13 +284,15 @@ class Engine(Handler):
         return self._run(request, state, dense), ""
 
     def _state(self, request: Request) -> LayerState:
-        """The state of this layer and branch; a new one if anything that masks depend on has changed."""
+        """The state of this layer and branch; a new one if anything that masks depend on has changed.
+
+        What changes for any head of the layer counts, on whatever rank it is: all ranks begin anew together.
+        """
         call, q = request.call, request.q
         key = (call.transformer, call.layer, call.branch, call.item)
         groups = self.points.groups(call.transformer, request.phase, call.layer)
         specs = restrict(groups, request.heads)
-        layout = tuple((spec.heads, spec.tau, spec.rest, spec.backbone) for spec, _ in specs)
-        signature = (q.shape, q.dtype, q.device, request.text, call.grid, call.generation, tuple(request.heads), layout)
+        signature = (q.shape, q.dtype, q.device, request.text, call.grid, call.generation, tuple(request.heads), groups)
         state = self._states.get(key)
         if state is not None:
             self._settle(state)

@@ -99,7 +99,8 @@ class Payoff:
         """Why this layer runs dense although masks were predicted; empty if sparse pays. The same on all ranks."""
         served = all(group.kernel is not None for group in state.groups if group.packed is not None)
         state.calls += 1
-        if self.config.force_sparse or any(group.backbone.learns for group in state.groups):  # who learns must compute
+        layer = self.points.groups(request.call.transformer, request.phase, request.call.layer)  # on whatever rank
+        if self.config.force_sparse or any(group.backbone.learns for group in layer):  # who learns must compute
             return "" if served else "no kernel serves here"
         reason = "" if served else "no kernel serves here"
         shares, refreshed = self._measured_shares(request, state)
