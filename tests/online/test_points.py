@@ -68,7 +68,9 @@ def test_a_phase_changes_at_its_noise_level_and_its_heads_refresh():
 @pytest.mark.parametrize("point", [1, 3])
 def test_a_phase_that_changes_a_threshold_or_an_order_alone_is_taken(point):
     q, k, v = qkv()
-    calls = [CallContext(layer=0, layers=1, step=step, sigma=sigma, grid=(4, 4, 4)) for step, sigma in ((0, 0.9), (1, 0.1))]
+    calls = [
+        CallContext(layer=0, layers=1, step=step, sigma=sigma, grid=(4, 4, 4)) for step, sigma in ((0, 0.9), (1, 0.1))
+    ]
     changing = Engine(config([[[[0] * H], [[point] * H]]], phases=(0.5,)), 1, H)
     first, second = (changing.attend(call, q, k, v, sdpa) for call in calls)
     expected = Engine(config([[[[point] * H]]]), 1, H).attend(calls[1], q, k, v, sdpa)
