@@ -1,8 +1,8 @@
 """A small ``HunyuanVideoPipeline`` for the same world, and its training (``python -m tools.train_tiny.hunyuan``).
 
 Joint attention over video and text, double and single blocks, guidance embedding, prompt template and padded text
-slots are those of HunyuanVideo. Text features are the words' embeddings: the transformer's own refiner makes sentences
-of them.
+slots are those of HunyuanVideo. Text features are set, not trained: of each word a direction of its own, of the whole
+sentence their sum. The transformer's own refiner makes sentences of them.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from .plan import HUNYUAN_PLAN
 
 TEMPLATE_TOKEN = "<template>"  # stands for each token of the prompt template, which the pipeline crops by number
 GUIDANCE = (1.0, 8.0)  # any value in it means the same: the model is not distilled from a guided one
+QUIET = 1e-2  # norm of the second encoder's embeddings: the last word's own counts for little beside what it sees
 Codec = dict[str, torch.Tensor]  # of model.fit_codec
 
 
@@ -88,6 +89,27 @@ def build_text_encoders(vocab: int) -> tuple[LlamaModel, CLIPTextModel]:
     return LlamaModel(llama), CLIPTextModel(clip)
 
 
+@torch.no_grad()
+def spell_words(llama: LlamaModel, clip: CLIPTextModel, seed: int = 0) -> None:
+    """Set both text encoders and leave them so: a direction for every word, and for a sentence the sum of its words'.
+
+    The second one's only layer looks at all words up to the last alike, and hands on what it sees.
+    """
+    directions = model.word_directions(llama.config.vocab_size, seed)
+    llama.embed_tokens.weight.copy_(model.TEXT_DIM**0.5 * directions)
+    for p in clip.parameters():
+        p.zero_()
+    for name, p in clip.named_parameters():
+        if "layer_norm" in name and name.endswith("weight"):
+            p.fill_(1.0)
+        elif name.endswith(("v_proj.weight", "out_proj.weight")):
+            p.copy_(torch.eye(len(p)))
+        elif name.endswith("token_embedding.weight"):
+            p.copy_(QUIET * directions[: len(p)])
+    for encoder in (llama, clip):
+        encoder.requires_grad_(False)
+
+
 def build_transformer() -> HunyuanVideoTransformer3DModel:
     """HunyuanVideo's architecture at dim 128: 4 heads of 32, two double and four single blocks."""
     return HunyuanVideoTransformer3DModel(
@@ -116,6 +138,7 @@ class HunyuanTrainer(train.Trainer):
         self.tokenizer = model.build_tokenizer()  # the same ids, without the template
         self.transformer = build_transformer()
         self.text_encoder, self.text_encoder_2 = build_text_encoders(len(build_tokenizer()))
+        spell_words(self.text_encoder, self.text_encoder_2, seed)
         return {
             "transformer": self.transformer, "text_encoder": self.text_encoder, "text_encoder_2": self.text_encoder_2,
         }  # fmt: skip

@@ -65,10 +65,15 @@ def spell_words(encoder: UMT5EncoderModel, seed: int = 0) -> None:
 
     An encoder that is trained together with the transformer can end with one encoding for several words.
     """
+    encoder.shared.weight.copy_(LOUD * word_directions(encoder.config.vocab_size, seed))
+    encoder.requires_grad_(False)
+
+
+def word_directions(words: int, seed: int = 0) -> torch.Tensor:
+    """A unit vector for each of at most TEXT_DIM words, at right angles to all others [words, TEXT_DIM]."""
     rng = torch.Generator().manual_seed(seed)
     directions, _ = torch.linalg.qr(torch.randn(TEXT_DIM, TEXT_DIM, generator=rng))
-    encoder.shared.weight.copy_(LOUD * directions[: encoder.config.vocab_size])
-    encoder.requires_grad_(False)
+    return directions[:words]
 
 
 def build_transformer(layers: int = LAYERS) -> WanTransformer3DModel:

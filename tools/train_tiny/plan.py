@@ -102,12 +102,12 @@ FRESH_PLAN = (
 )
 # By name: the phases, the number of layers, and whether words are spelled.
 PLANS = {"shipped": (PLAN, 6, False), "deep": (DEEP_PLAN, 9, False), "fresh": (FRESH_PLAN, 9, True)}
-# HunyuanVideo's from scratch, in the world that the other model ended in; not run yet.
+# HunyuanVideo's from scratch, in the same order; its text needs no padding in training (hunyuan.velocity).
 HUNYUAN_PLAN = (
-    Phase(100, (0.0, 3e-3), ((1.0, BRIEF),), data.CALM, ALL_NOISE),
-    Phase(6000, (3e-3, 2.5e-3), ((0.6, BRIEF), (0.2, WIDE), (0.2, MIDDLE)), data.CALM, ALL_NOISE, focus=2.0),
-    Phase(12000, (2.5e-3, 1.5e-3), BROAD_MIX, data.CALM, ALL_NOISE, focus=5.0),
-    Phase(14000, (1.5e-3, 1e-4), NATIVE_MIX, data.CALM, MIDDLE_NOISE, focus=5.0),
+    Phase(100, (0.0, 3e-3), ((1.0, PICTURE),), data.CUT, MIDDLE_NOISE),
+    Phase(2400, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0),
+    Phase(4800, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
+    Phase(6800, (3e-3, 1e-4), WHOLE_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
