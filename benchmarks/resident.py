@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import heart_attention as heart
+from heart_attention.backbones.svg import Video
 from heart_attention.online import engine as engines
 
 GB = 1e9
@@ -27,45 +28,84 @@ class Model:
     name: str
     layers: int
     heads: int
-    tokens: int
+    grid: tuple[int, int, int]
     dim: int = 128
 
+    @property
+    def tokens(self) -> int:
+        """Video tokens."""
+        return math.prod(self.grid)
 
-MODELS = (Model("Wan2.1-1.3B, 480p", 30, 12, 32760), Model("Wan2.1-14B, 720p", 40, 40, 75600))
+
+MODELS = (
+    Model("Wan2.1-1.3B, 480p", 30, 12, (21, 30, 52)),
+    Model("Wan2.1-14B, 720p", 40, 40, (21, 45, 80)),
+)
 
 
 def backbones() -> dict[str, tuple[Any, float, str]]:
-    """Backbone, threshold and rest by name, as they would be used at these sizes."""
+    """Backbone, threshold and rest by name, as they would be used at these sizes: all that are built in."""
+    once = {"init_iters": 1, "step_iters": 1}
     return {
         "xattention": (heart.XAttention(stride=16, block=128), 0.9, "drop"),
-        "sparge": (heart.Sparge(), 0.9, "drop"),
-        "svg2 300 × 1000": (heart.SVG2(init_iters=1, step_iters=1), 0.9, "drop"),
-        "svg2 1024 × 2048, means": (heart.SVG2(init_iters=1, step_iters=1, rank="error"), 0.1, "mean"),
-        "svg2 600 × 2000, means": (heart.SVG2(600, 2000, init_iters=1, step_iters=1, rank="error"), 0.1, "mean"),
+        "svg2 300 × 1000": (heart.SVG2(**once), 0.9, "drop"),
+        "svg2 1024 × 2048, means": (heart.SVG2(**once, rank="error"), 0.1, "mean"),
+        "svg2 600 × 2000, means": (heart.SVG2(600, 2000, **once, rank="error"), 0.1, "mean"),
+        "ear": (heart.EAR(**once), 0.9, "mean"),
+        "pisa": (heart.PISA(), 0.15, "first-order"),
+        "band": (heart.Band(), 0.3, "drop"),
+        "sparge": (heart.Sparge(), 0.98, "drop"),
+        "svg": (heart.SVG(), 0.3, "drop"),
+        "radial": (heart.Radial(), 0.5, "drop"),
+        "exact": (heart.ExactMass(), 0.9, "drop"),
+        "lite": (heart.Lite(), heart.Lite.default_threshold, "drop"),
     }
+
+
+def groups(model: Model, backbone: Any) -> tuple[int, int]:
+    """Groups of queries and of keys that a mask is between."""
+    if isinstance(backbone, heart.SVG2):
+        return backbone.q_clusters, backbone.k_clusters
+    block_q, block_k = tile(model, backbone)
+    return math.ceil(model.tokens / block_q), math.ceil(model.tokens / block_k)
+
+
+def tile(model: Model, backbone: Any) -> tuple[int, int]:
+    """Tokens of a block of queries and of keys."""
+    if isinstance(backbone, heart.Lite):
+        return backbone.tile(model.dim)
+    if isinstance(backbone, heart.Sparge):
+        return backbone.block_q, backbone.block_k
+    if isinstance(backbone, heart.SVG):
+        size = Video(model.grid[0], model.grid[1] * model.grid[2], None, model.tokens).block()
+        return size, size
+    return backbone.block, backbone.block
 
 
 def on_paper(model: Model, backbone: Any) -> dict[str, float]:
     """GB of each kind by shapes, over all layers and both branches."""
     states, n, h = len(BRANCHES) * model.layers, model.tokens, model.heads
-    found = {"anchors": 2 * h * model.dim * 2}  # token means of q and k in two bytes
-    if backbone.name == "svg2":
-        rows, columns = backbone.q_clusters, backbone.k_clusters
+    rows, columns = groups(model, backbone)
+    bits = rows * math.ceil(columns / 8) * h
+    found = {"anchors": 2 * h * model.dim * 2, "masks": bits}  # token means of q and k in two bytes
+    if isinstance(backbone, heart.SVG2):
         found["labels"] = 2 * n * h * 2  # 16 bits for each query and key; permutations are sorted anew from them
         found["centroids"] = (rows + columns) * model.dim * 4 * h
-    else:
-        rows = columns = math.ceil(n / 128)
-    found["masks"] = 0 if backbone.remaps else rows * math.ceil(columns / 8) * h  # a map made anew is not kept
+    if backbone.remaps:
+        found["masks"] = 0  # a map made anew is not kept
+    if isinstance(backbone, heart.Lite):
+        found |= {"masks": 2 * bits, "tiles": bits}  # of this call and the next, and what is alive
+    if isinstance(backbone, heart.SVG):
+        found["orders"] = 2 * n * 8  # raster and position-major, for all heads; not counted by the engine
     return {kind: size * states / GB for kind, size in found.items()}
 
 
 def plan_on_paper(model: Model, backbone: Any, density: float) -> float:
     """GB that the plans of all layers and branches would take if they were kept: lists of kept groups, permutations."""
     states, n, h = len(BRANCHES) * model.layers, model.tokens, model.heads
-    if backbone.name == "svg2":
-        kept = backbone.q_clusters * backbone.k_clusters * density
-        return (2 * n * 4 + kept * 4) * h * states / GB
-    return math.ceil(n / 128) ** 2 * density * 4 * h * states / GB
+    kept = math.prod(groups(model, backbone)) * density
+    permutations = 2 * n if isinstance(backbone, heart.SVG2) else 0
+    return (permutations + kept) * 4 * h * states / GB
 
 
 @torch.no_grad()
@@ -80,7 +120,8 @@ def by_running(model: Model, backbone: Any, threshold: float, rest: str, heads: 
     limit, engines.PLAN_BYTES = engines.PLAN_BYTES, engines.PLAN_BYTES * heads // model.heads  # as with all heads
     try:
         for branch in BRANCHES:
-            heart.attention(q, k, v, {"layer": 0, "step": 0, "branch": branch}, engine)
+            call = {"layer": 0, "step": 0, "branch": branch, "grid": model.grid}
+            heart.attention(q, k, v, call, engine)
     finally:
         engines.PLAN_BYTES = limit
     scale = model.layers * model.heads / heads / GB

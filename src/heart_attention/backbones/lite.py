@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import HeartError
 from ..kernels import Visit, choose, run
-from ..masks import BlockMask, Text
+from ..masks import BlockMask, Text, pack_bits, unpack_bits
 from .base import Backbone, Key, Shape, State, Thresholds, check_positive, check_qk, read_heads, read_thresholds
 from .blocks import Covered, covered
 
@@ -32,7 +32,7 @@ class LiteState(State):
     """The tiles still computed, and how often each head was judged."""
 
     def __init__(self) -> None:
-        self.alive: dict[Place, Tensor] = {}  # bool [Mq, Mk]
+        self.alive: dict[Place, Tensor] = {}  # one bit a tile: uint8 [Mq, ceil(Mk / 8)]
         self.calls: dict[Place, int] = {}
         self.protected: Tensor | None = None  # bool [Mk]
 
@@ -138,8 +138,8 @@ class Lite(Backbone):
             state.protected = self._protected(tokens, tile[1], shape[1])
             for b, h in (tau < 1).nonzero().tolist():
                 alive = state.alive.get(_place(key, b, names[h]))
-                if alive is not None and alive.shape == shape:
-                    blocks[b, h] = alive
+                if alive is not None and alive.shape == (shape[0], -(-shape[1] // 8)):
+                    blocks[b, h] = unpack_bits(alive, shape[1])
         return tokens.mask(blocks, tile)
 
     def visit(
@@ -178,7 +178,7 @@ class Lite(Backbone):
                 skippable &= ~state.protected
             blocks[b, h] &= ~skippable
             place = places[b][h]
-            state.alive[place], state.calls[place] = blocks[b, h].clone(), state.calls.get(place, 0) + 1
+            state.alive[place], state.calls[place] = pack_bits(blocks[b, h]), state.calls.get(place, 0) + 1
         return mask.with_flags(blocks)
 
     @torch.no_grad()

@@ -378,7 +378,7 @@ class Engine(Handler):
             which = _refreshing(request, group)
             q, k, v = (_take_heads(x, group.places) for x in (request.q, request.k, request.v))
             if group.learnt is not None:
-                self._adopt(group, group.learnt, q)
+                self._adopt(group, group.learnt.unpack(), q)
                 group.learnt = None
             if bool(which.any()):
                 fresh = self._fresh_mask if request.chosen is None else self._chosen_mask
@@ -490,7 +490,8 @@ class Engine(Handler):
             return group.kernel.run(group.plan, q, k, v, out=out)
         result = group.kernel.run_visit(group.plan, q, k, v, visit, out)
         if visit.gains is not None:
-            group.learnt = group.backbone.learn(group.memory, mask, visit.gains, which, group.spec.tau, **names)
+            learnt = group.backbone.learn(group.memory, mask, visit.gains, which, group.spec.tau, **names)
+            group.learnt = learnt.packed()
         return result
 
     def _mass(self, group: HeadGroup, q: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..backbones.base import EXPECTED_DENSITY, Backbone
 from ..kernels.ops.transfer import Reading
-from ..masks import Mask, Packed
+from ..masks import Packed
 from .points import GroupSpec
 
 
@@ -31,7 +31,7 @@ class HeadGroup:
     places: list[int]
     memory: Any
     packed: Packed | None = None
-    learnt: Mask | None = None  # for the next call, from a backbone that learns
+    learnt: Packed | None = None  # for the next call, from a backbone that learns
     plan: Any = None
     kernel: Any = None
     density: Tensor | None = None  # float64 [B, h]
@@ -47,7 +47,7 @@ class HeadGroup:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes held, by kind."""
-        held = {"masks": 0 if self.packed is None else self.packed.nbytes}
+        held = {"masks": sum(mask.nbytes for mask in (self.packed, self.learnt) if mask is not None)}
         held["plans"] = 0 if self.plan is None else self.plan.nbytes
         return held | self.backbone.state_bytes(self.memory)
 
