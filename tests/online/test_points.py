@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from heart_attention.backbones import SVG2, XAttention
 from heart_attention.config import HeartConfig, Point, PointTable
 from heart_attention.errors import HeartError
+from heart_attention.online import engine as engine_module
 from heart_attention.online.call import CallContext
 from heart_attention.online.engine import Engine
 from heart_attention.online.points import ModelPoints, restrict
@@ -52,6 +53,22 @@ def test_a_mixed_layer_gives_each_head_what_it_has_alone(choice):
         )  # fmt: skip
         expected = Engine(alone, 1, H).attend(call, q, k, v, sdpa)
         assert (mixed[:, head] - expected[:, head]).abs().max() <= 2e-6
+
+
+def test_plans_of_a_mixed_layer_are_kept_or_not_as_one(monkeypatch):
+    """A layer of many groups may hold no more in plans than a layer of one."""
+    q, k, v = qkv()
+    call = CallContext(layer=0, layers=1, step=0, grid=(4, 4, 4))
+    engine = Engine(config([[[[0, 2, 0, 2]]]]), 1, H)
+    want = engine.attend(call, q, k, v, sdpa)
+    (state,) = engine._states.values()
+    first, second = (2 * group.plan.nbytes for group in state.groups)
+    assert first and second
+    for limit, kept in ((first + second, True), (first + second - 1, False)):  # each of them alone would fit
+        monkeypatch.setattr(engine_module, "PLAN_BYTES", limit)
+        engine = Engine(config([[[[0, 2, 0, 2]]]]), 1, H)
+        assert torch.equal(engine.attend(call, q, k, v, sdpa), want)
+        assert (engine.memory()["plans"] > 0) == kept
 
 
 def test_a_phase_changes_at_its_noise_level_and_its_heads_refresh():

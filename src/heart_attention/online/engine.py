@@ -451,8 +451,16 @@ class Engine(Handler):
         out = request.q.new_empty((batch, n, heads, request.v.shape[-1])).transpose(1, 2)
         for group in state.groups:
             self._run_group(request, group, out, dense)
+        self._drop_large_plans(state)
         self._record(request, state)
         return out
+
+    def _drop_large_plans(self, state: LayerState) -> None:
+        """Keep none of a layer's plans if those of all layers and both branches would take too much."""
+        held = sum(group.plan.nbytes for group in state.groups if group.plan is not None)
+        if held * 2 * self.layers * self.transformers > PLAN_BYTES:
+            for group in state.groups:
+                group.plan = None
 
     def _run_group(self, request: Request, group: HeadGroup, out: Tensor, dense: Dense) -> None:
         q, k, v, whole = (_take_heads(x, group.places) for x in (request.q, request.k, request.v, out))
@@ -465,8 +473,6 @@ class Engine(Handler):
             result = self._run_kernel(request, group, q, k, v, whole)
             if group.backbone.remaps:  # the next call makes both anew
                 group.packed, group.plan = group.packed.without_bits(), None
-            elif group.plan.nbytes * 2 * self.layers * self.transformers > PLAN_BYTES:
-                group.plan = None
         if result is not whole or whole.data_ptr() != out[:, group.places[0] :].data_ptr():
             out[:, group.places] = result
         request.timer.lap("attention")
