@@ -142,18 +142,23 @@ Clusters wait no more often, whether dropped or approximated, reused or ranked b
 At 75,600 tokens, 40 heads and 1,024 × 2,048 clusters that room is 0.9 GB while a layer runs, on paper; lists of more than
 1 GiB (`RUN_BYTES`) are counted first, and such a call waits once more.
 
-A decision kept on the device was left out. Exact, it would predict every head in every call and choose between old and
-new masks and centroids there (`torch.where`): the masks of TMR at the price of no reuse at all, since predictions are what
-TMR saves. `torch.cond` outside a captured graph asks the host as well. What it would save is one wait a call, in which the
-GPU idles for about as long as launches take (reasoned, not measured).
+`TMR(decide="device")` waits for nothing at all: every head is predicted in every call, and the device chooses between old
+and new masks, anchors and centroids (`torch.where`). Outputs are those of a decision on the host bit for bit
+(`tests/online/test_device_decision.py`: blocks, clusters, ranked by error, equal groups, with text, mixed batches), and
+`stats` tells the same refreshes and drifts. Its price is what TMR saves, the predictions: with four heads a block mask that
+could be reused takes 180 launches instead of 17, clusters 396 instead of 17, clusters ranked by error 666 instead of 333
+(pretended GPU). So it is no default; it is for a host that other work keeps from answering in time. Backbones that
+learn from a call (LiteAttention) are refused.
 
-Resident on the device over all layers and both guidance branches, Wan2.1-14B at 75,600 tokens: XAttention 0.14 GB, SVG2
-300 × 1,000 1.09 GB; ranked by error 0.97 GB whatever the number of clusters, since labels alone are kept and maps are made
-anew (the bar is 1.5); centroids (2.1 to 5.0 GB) wait in the computer's own memory. Wan2.1-1.3B at 32,760 tokens: 0.12 to
-0.39 GB. On paper, and by running one head of one layer on a CPU and counting its tensors, which gives the same
-(`benchmarks/memory.py --real --heads 1`) but for SpargeAttn's masks, 0.28 GB where paper says 0.14, and for plans of the
-smaller model, which the CPU's kernel keeps (0.17 and 0.38 GB for XAttention and SpargeAttn). Plans over 400 MB in all are
-not kept but made from packed masks and labels at each call; kept, they would be 1.3 GB for blocks and 3 GB for clusters.
+Resident on the device over all layers and both guidance branches, Wan2.1-14B at 75,600 tokens: XAttention, Band, Radial,
+ExactMass and SVG 0.14 GB, SpargeAttn 0.28, LiteAttention 0.31, PISA 0.56, SVG2 and EAR 300 × 1,000 1.09 GB; SVG2 ranked by
+error 0.97 GB whatever the number of clusters, since labels alone are kept and maps are made anew (the bar is 1.5); centroids
+(2.1 to 5.0 GB) wait in the computer's own memory. Wan2.1-1.3B at 32,760 tokens: 0.01 to 0.12 GB. That is on paper, and a
+test holds it (`tests/benchmarks/test_resident.py`, which also compares paper with running all ten at a small size and finds
+every tensor that the engine keeps). Running one head of one layer at these sizes on a CPU gave the same for XAttention, SVG2
+and SpargeAttn (`benchmarks/memory.py --real --heads 1`). Plans come on top where those of all layers take at most 400 MB (0.17
+and 0.38 GB for XAttention and SpargeAttn on the smaller model, CPU's kernel), whatever backbones a layer mixes; others are
+made from packed masks and labels at each call; kept, they would be 1.3 GB for blocks and 3 GB for clusters.
 
 ## The rest of the block
 
@@ -301,8 +306,11 @@ Triton kernel on every generation: cuDNN's and FlexAttention's kernels take equa
 of every row, over 128 MB at this size. Cut into equal groups (`SVG2(equal_groups=64)`) they are blocks and go where blocks
 go; docs/rest.md has what that costs in error. `flashinfer_rest` (FlashInfer's BlockSparseTSWrapper: kept blocks and the
 means of all others in one launch; sm_100, head size 128, bf16) is taken by name only, since its makers call it
-experimental; contract-tested. flash-attn-4 was left out: its block lists work on sm_90 alone, where cuDNN serves, and sm_80
-ignores them without a word.
+experimental, and so is `cudnn_fp8`, since 8-bit products change results (cuDNN's twin in 8 bits for bf16 tensors of head
+size 128 with the rest dropped: blocks of 128 on sm_100, of 64 and 128 on sm_120); both contract-tested. FlashInfer's
+kernels for blocks of 64 were left out: on sm_100 they take what cuDNN takes there (bf16, head size 128), on sm_120 whole
+blocks alone. So was flash-attn-4: its block lists work on sm_90 alone, where cuDNN serves, and sm_80 ignores them without
+a word.
 
 """
 

@@ -27,6 +27,14 @@ def evidence():
     return importlib.import_module("gpu_evidence")
 
 
+def test_the_page_says_what_the_command_would_write():
+    """Prose and the table of kernels; figures come from the compiler and stand as they were measured."""
+    module, page = evidence(), (HERE.parents[1] / "docs" / "gpu-evidence.md").read_text()
+    parts = (module.INTRODUCTION, module.serving_table(), module.WAITING, module.CUDNN, module.LOOPS, module.CLOSING)
+    for part in parts:
+        assert part.strip() in page, f"{part.strip()[:60]}…: write docs/gpu-evidence.md anew"
+
+
 @needs_triton
 def test_interpreter_agrees_with_the_definitions():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
