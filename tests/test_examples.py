@@ -23,3 +23,12 @@ def test_the_vllm_omni_script_names_a_preset_and_the_variable():
     assert preset in heart.PRESETS
     assert re.search(r'VARIABLE = "(\w+)"', source).group(1) in script
     assert re.search(r"SLOT = DiffusionAttentionBackendEnum\.(\w+)", source).group(1) in script
+
+
+def test_the_docs_give_the_same_node():
+    page = (EXAMPLES.parent / "docs" / "hosts.md").read_text()
+    (line,) = re.findall(r'^echo "(from .+)"', page, re.M)
+    scope = {}
+    exec(line, scope)
+    assert line in (EXAMPLES / "comfyui" / "__init__.py").read_text()
+    assert set(scope["NODE_CLASS_MAPPINGS"]) == set(scope["NODE_DISPLAY_NAME_MAPPINGS"]) != set()

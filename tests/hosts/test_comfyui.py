@@ -149,7 +149,8 @@ def test_the_node_patches_a_clone_and_leaves_the_model_alone():
     assert callable(new.model_options["transformer_options"]["optimized_attention_override"]) and len(new.wrappers) == 1
     assert NODE_CLASS_MAPPINGS.keys() == NODE_DISPLAY_NAME_MAPPINGS.keys() == {"HeartSparseAttention"}
     inputs = HeartNode.INPUT_TYPES()
-    assert "wan2.1-14b-xattention" in inputs["required"]["preset"][0] and set(inputs["optional"]) == {
+    presets, options = inputs["required"]["preset"]
+    assert options["default"] in presets and set(inputs["optional"]) == {
         "file",
         "first_step",
     }
@@ -214,6 +215,37 @@ def test_a_low_noise_expert_gets_the_second_half_without_a_warm_up(first_step):
     assert host.engine.steps() == before + 3
 
 
+def calls_of(host):
+    seen, attend = [], host.engine.attend
+    host.engine.attend = lambda call, *a: seen.append(call) or attend(call, *a)
+    return seen
+
+
+def test_noise_levels_of_flow_models_reach_the_engine():
+    model, host, _ = patched(Network(), CONFIG.replace(dense_steps="auto"))
+    seen, shifted = calls_of(host), torch.tensor([1.0, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.0])
+    sample(model, shifted)
+    assert [round(c.sigma, 2) for c in seen[::4]] == [1.0, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02]
+    assert seen[0].schedule == pytest.approx(shifted[:-1].tolist())
+    assert host.engine.recorder.dense_steps.first == 1  # by count alone it would be two of ten
+    model, host, _ = patched(Network(), sigma_max=14.6)  # sigmas that are no shares of noise
+    seen = calls_of(host)
+    sample(model)
+    assert {(c.sigma, c.schedule) for c in seen} == {(None, None)}
+
+
+def test_phases_follow_the_noise_and_a_host_that_tells_none_is_said():
+    few, many = (heart.Point(heart.XAttention(stride=4, block=8), threshold) for threshold in (0.3, 0.9))
+    table = heart.PointTable((few, many), [[[[0] * H] * 2, [[1] * H] * 2]], (0.5,))
+    model, host, _ = patched(Network(), CONFIG.replace(points=table))
+    sample(model)
+    early, late = (host.engine.recorder.by_step[step].density for step in (2, 4))
+    assert early < late and not host.engine.recorder.notes
+    model, host, _ = patched(Network(), CONFIG.replace(points=table), sigma_max=14.6)
+    sample(model)
+    assert [note for note in host.engine.recorder.notes if "nothing tells the noise level" in note]
+
+
 def test_double_single_and_control_blocks_are_layers_of_their_own():
     model, host, _ = patched(Network(double=2, single=3, text=4))
     sample(model)
@@ -227,8 +259,7 @@ def test_double_single_and_control_blocks_are_layers_of_their_own():
 
 def test_grid_and_text_from_the_latent():
     model, host, _ = patched(Network(double=1, single=1, text=4), CONFIG.replace(order="tiles"))
-    seen, attend = [], host.engine.attend
-    host.engine.attend = lambda call, *a: seen.append(call) or attend(call, *a)
+    seen = calls_of(host)
     sample(model)
     assert {(call.grid, call.text[0].start, call.text[0].prompt) for call in seen} == {(GRID, VIDEO, 4)}
 

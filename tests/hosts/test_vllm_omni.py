@@ -187,6 +187,17 @@ def test_grid_and_prefix_from_the_metadata(host):
     assert {(call.grid, call.text[0].start, call.text[0].prompt) for call in seen} == {(GRID, 0, 5)}
 
 
+def test_the_noise_level_is_the_hosts_where_it_tells(host, monkeypatch):
+    layer, seen, engine = make(host, "blocks.0.attn1"), [], host.model.serving()
+    attend = engine.attend
+    engine.attend = lambda call, *a: seen.append(call.sigma) or attend(call, *a)
+    context.denoise_step_idx = 3
+    layer.forward(*tensors(0, 3))
+    monkeypatch.setattr(context, "denoise_timestep", 0.7, raising=False)
+    layer.forward(*tensors(0, 3))
+    assert seen == [None, 0.7]
+
+
 def test_what_it_cannot_serve_runs_on_the_hosts_own_attention(host):
     served = make(host, "blocks.0.attn1")
     q, k, v = tensors(0, 3)

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 WRAPPER = "diffusion_model"  # comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
 OVERRIDE = "optimized_attention_override"
+PRESET = "wan2.1-14b-xattention"  # shown first
 # Lists of blocks in ComfyUI's video models, in the order of layers that calibrations have, and their `block_type`.
 BLOCKS = {"double_blocks": "double", "single_blocks": "single", "blocks": "double", "transformer_blocks": "double"}
 
@@ -46,7 +47,7 @@ class HeartNode:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """What the node asks for."""
         return {
-            "required": {"model": ("MODEL",), "preset": (sorted(PRESETS),)},
+            "required": {"model": ("MODEL",), "preset": (sorted(PRESETS), {"default": PRESET})},
             "optional": {
                 "file": ("STRING", {"default": "", "tooltip": "a .heart.json or config file, instead of the preset"}),
                 "first_step": (
@@ -84,7 +85,9 @@ class Host:
         self.first_step, self.most_noise = first_step, _most_noise(patcher)
         dense = config.dense_steps
         self.warm_up = dense if isinstance(dense, int) else 5  # more than any automatic warm-up takes of a second half
+        self.tells_noise = 0 < self.most_noise <= 1 + 1e-3  # sigmas are shares of noise, as in all flow models
         self._schedule: Any = None
+        self._levels: list[float] | None = None  # noise of every step, where sigmas tell
         self._sigma = math.inf
         self._step, self._generation = 0, 0
         self._evaluations: Counter[str] = Counter()  # at this step, by guidance branch
@@ -103,6 +106,7 @@ class Host:
         if schedule is not self._schedule or sigma > self._sigma * (1 + 1e-5):
             self.engine.reset()
             self._schedule, self._evaluations = schedule, Counter()
+            self._levels = self._noise_levels(schedule)
             self._generation, self._step = self._generation + 1, -1
         self._sigma = sigma
         step = self._place(schedule, sigma)
@@ -122,12 +126,22 @@ class Host:
         if schedule is None or len(schedule) < 2:
             return self._step + 1
         reached = int((schedule[:-1] >= sigma * (1 - 1e-5)).sum())
-        before = self.first_step
-        if before < 0:  # a schedule that begins in the middle is another sampler's second half: no warm-up is due
-            before = self.warm_up if float(schedule[0]) < 0.98 * self.most_noise else 0
+        before = self._steps_before(schedule)
         steps = before + len(schedule) - 1
         self.engine.steps = lambda: steps
         return max(reached - 1, 0) + before
+
+    def _steps_before(self, schedule: Any) -> int:
+        """Steps of other samplers: a schedule that begins in the middle is a second half, for which no warm-up is due."""
+        if self.first_step >= 0:
+            return self.first_step
+        return self.warm_up if float(schedule[0]) < 0.98 * self.most_noise else 0
+
+    def _noise_levels(self, schedule: Any) -> list[float] | None:
+        """The noise level of every step, those of other samplers before as whole noise."""
+        if schedule is None or len(schedule) < 2 or not self.tells_noise:
+            return None
+        return [1.0] * self._steps_before(schedule) + schedule[:-1].tolist()
 
     # ---------------------------------------- one attention call
 
@@ -165,6 +179,7 @@ class Host:
     def _call(self, layer: int, q: torch.Tensor) -> CallContext:
         beside = q.shape[2] - math.prod(self._grid)  # tokens that are no video: HunyuanVideo's text, after it
         call = CallContext(layer=layer, step=self._step, branch=self._branch, generation=self._generation)
+        call.sigma, call.schedule = self._sigma if self.tells_noise else None, self._levels
         if beside >= 0:
             call.grid = self._grid
             call.text = [Text(math.prod(self._grid), beside)] * q.shape[0] if beside else None

@@ -7,8 +7,8 @@ HEART_VLLM_OMNI names a preset, a config or a calibration:
     HEART_VLLM_OMNI=wan2.1-14b-xattention vllm serve Wan-AI/Wan2.1-T2V-14B-Diffusers --omni \
         --diffusion-attention-config '{"per_role": {"self": {"backend": "TORCH_SDPA"}}}'
 
-The step comes from the forward context, the layer from the module's prefix, grid and prefix tokens from the metadata's
-`video_layout`. What the host does not tell is the guidance branch: the n-th call of a layer at one step is branch n.
+Step and noise level come from the forward context, the layer from the module's prefix, grid and prefix tokens from the
+metadata's `video_layout`. What the host does not tell is the guidance branch: the n-th call of a layer at one step is branch n.
 """
 
 from __future__ import annotations
@@ -208,15 +208,16 @@ class HeartImpl(AttentionImpl):
         self.step = step
         layout = None if metadata is None else metadata.video_layout
         call = CallContext(*self.place, step=step, branch=str(self.calls), generation=model.generation)
+        call.sigma = _context("denoise_timestep")  # from 1 down, where the pipeline tells
         if layout is not None:
             call.grid = tuple(layout.latent_grid)
             call.text = [Text(0, layout.prefix_len)] * shape[0] if layout.prefix_len else None
         return call
 
 
-def _context(name: str) -> int | None:
-    """What the host's forward context says, if there is one."""
-    return getattr(get_forward_context(), name) if is_forward_context_available() else None
+def _context(name: str) -> Any:
+    """What the host's forward context says, if there is one and it knows the word."""
+    return getattr(get_forward_context(), name, None) if is_forward_context_available() else None
 
 
 def _used(layout: Any) -> int:

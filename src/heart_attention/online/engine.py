@@ -32,6 +32,10 @@ from .stats import ALL_DENSE, DONE, Recorder, Row, Stats, Timer
 
 log = logging.getLogger(__name__)
 
+NO_NOISE = (
+    "nothing tells the noise level here: all steps take the operating points of the first phase, a calibration with one "
+    "phase (--phases 1) suits better"
+)
 PLAN_BYTES = 400 << 20  # of all layers and both branches; larger plans are not kept but made at each call
 
 
@@ -188,6 +192,8 @@ class Engine(Handler):
             config = self.config
             self._dense_steps = warmup.choose(config.dense_steps, config.dense_last_steps, self.steps(), call.schedule)
             self.recorder.take_dense_steps(self._dense_steps)
+            if call.sigma is None and self.points.has_phases:
+                self.recorder.warn(NO_NOISE)
         return self._dense_steps
 
     def _once(self, reason: str, sentence: str) -> str:

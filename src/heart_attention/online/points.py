@@ -218,6 +218,11 @@ class ModelPoints:
         """The phase at a noise level."""
         return 0 if self.table is None else self.table.phase(sigma)
 
+    @property
+    def has_phases(self) -> bool:
+        """Whether heads take other points as the noise goes down."""
+        return self.table is not None and bool(self.table.phases)
+
     def groups(self, transformer: int, phase: int, layer: int) -> tuple[GroupSpec, ...]:
         """All heads of a layer in a phase, in groups."""
         key = (transformer, phase, layer)
