@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Callable
@@ -146,7 +147,7 @@ class Attachment:
 
     def start(self, timestep: Any, grid: Grid | None, inputs: list[torch.Tensor]) -> None:
         """A forward begins."""
-        moment = self.clock.tick(timestep)
+        moment, grid = self.clock.tick(timestep), self._checked(grid)
         before, self._tokens = self._call, count(grid)
         self._call = CallContext(
             transformer=self.index,
@@ -165,9 +166,25 @@ class Attachment:
             self._reinstall(layer)
             layer.calls, layer.plain = 0, layer.plain if same else None
 
+    def _checked(self, grid: Any) -> Grid | None:
+        """The grid, if it is one."""
+        if grid is None:
+            return None
+        try:
+            frames, rows, columns = (operator.index(size) for size in grid)
+            if min(frames, rows, columns) < 1:
+                raise ValueError(f"a grid of {frames}×{rows}×{columns} tokens")
+            return frames, rows, columns
+        except (TypeError, ValueError) as error:  # a user's family
+            self.cannot_read(error)
+            return None
+
     def _text(self, inputs: list[torch.Tensor]) -> list[Text] | None:
         try:
-            return self.family.text(inputs, self._tokens)
+            text = self.family.text(inputs, self._tokens)
+            if text is not None and not (isinstance(text, list) and all(isinstance(one, Text) for one in text)):
+                raise TypeError(f"text is {str(text)[:40]}, a list of Text is wanted")
+            return text or None
         except Exception as error:  # a user's family, or inputs of another form: the model itself can go on
             self.cannot_read(error)
             return None
@@ -220,11 +237,9 @@ class Attachment:
     ) -> torch.Tensor:
         """One call of a layer; q, k, v [B, H, N, D]."""
         call = self._call_at(layer)
-        front = self.family.front(call.text, self._tokens, q)
-        call.text = self.family.locate(call.text, self._tokens, q)
         for name, value in at.items():  # empty but under context parallelism
             setattr(call, name, value)
-        reason = self._reason_not(call, q, k, dense)
+        front, reason = self._front_or_reason(call, q, k, dense)
         if reason is not None:
             self._note_fallback(call, reason)
             return dense(q, k, v)
@@ -241,6 +256,18 @@ class Attachment:
             call.item, layer.calls = layer.calls, layer.calls + 1
             call.text = call.text and call.text[call.item : call.item + 1]
         return call
+
+    def _front_or_reason(
+        self, call: CallContext, q: torch.Tensor, k: torch.Tensor, dense: processors.Dense
+    ) -> tuple[int, str | None]:
+        """How many exact tokens lie before the video, and why this call must run dense if it must; `call.text` is placed."""
+        try:
+            front = self.family.front(call.text, self._tokens, q)
+            call.text = self.family.locate(call.text, self._tokens, q)
+            return front, self._reason_not(call, q, k, dense)
+        except Exception as error:  # as in `_text`
+            self.cannot_read(error)
+            return 0, self._unreadable
 
     def _reason_not(self, call: CallContext, q: torch.Tensor, k: torch.Tensor, dense: processors.Dense) -> str | None:
         if self._call is None:

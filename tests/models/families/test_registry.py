@@ -105,6 +105,25 @@ def test_a_family_that_cannot_read_the_inputs_lets_the_model_run_dense_and_says_
     assert len(caplog.records) == 1  # once, though it was twice
 
 
+@pytest.mark.parametrize("fields, sentence", [
+    ({"front": lambda self, *a: {}["front"]}, "KeyError: 'front'"),
+    ({"locate": lambda self, *a: {}["locate"]}, "KeyError: 'locate'"),
+    ({"reason_not": lambda self, *a: {}["reason"]}, "KeyError: 'reason'"),
+    ({"grid": lambda self, *a: (4, 4)}, "ValueError: not enough values"),
+    ({"grid": lambda self, *a: "big"}, "TypeError"),
+    ({"grid": lambda self, *a: (1, 0, 4)}, "ValueError: a grid of 1×0×4 tokens"),
+    ({"text": lambda self, *a: "somewhere"}, "TypeError: text is somewhere, a list of Text is wanted"),
+])  # fmt: skip
+def test_whatever_a_family_does_wrong_the_model_runs_dense(fields, sentence, caplog):
+    model, given = registered(**fields), tiny.wan_inputs()
+    expected = tiny.run(model, given)
+    with heart.enabled(model, "xattention", force_sparse=True, dense_steps=0), caplog.at_level(logging.WARNING):
+        assert torch.equal(tiny.run(model, given), expected)
+        fallbacks = heart.stats(model)["fallbacks"]
+    assert len(fallbacks) == 1 and "the family Wrong cannot read the inputs of Mine" in (told := next(iter(fallbacks)))
+    assert sentence in told
+
+
 def test_an_installed_plugin_is_asked_before_a_model_is_refused(monkeypatch):
     def load_installed():
         register_family(type("FromPlugin", (Wan,), {"classes": ("Theirs",)}))
