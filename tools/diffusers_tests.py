@@ -9,6 +9,7 @@ set of tests must pass; the script ends with 1 if one passes only without.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,18 +18,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "HEART_ON_EVERY_TRANSFORMER"
-FILES = (
-    *("wan", "hunyuan_video", "cogvideo", "ltx", "mochi", "cosmos", "skyreels_v2", "allegro", "latte"),
-    *("consisid", "easyanimate", "kandinsky5"),
-)  # folders of tests/pipelines
-MODELS = ("wan", "hunyuan_video", "cogvideox", "ltx", "mochi", "allegro", "latte", "consisid", "easyanimate", "cosmos")
+FOLDERS = ("tests/pipelines", "tests/models/transformers")
 
 
 def default_files(checkout: Path) -> list[str]:
-    """The tests of video pipelines and transformers that this checkout has."""
-    wanted = [checkout / "tests" / "pipelines" / name for name in FILES]
-    wanted += [checkout / "tests" / "models" / "transformers" / f"test_models_transformer_{name}.py" for name in MODELS]
-    return [str(path.relative_to(checkout)) for path in wanted if path.exists()]
+    """The tests of pipelines and transformers that name a class which HEART serves."""
+    from heart_attention.models.families.registry import FAMILIES
+
+    named = re.compile(r"\b(" + "|".join(map(re.escape, FAMILIES)) + r")\b")
+    found = [path for folder in FOLDERS for path in sorted((checkout / folder).rglob("test_*.py"))]
+    return [str(path.relative_to(checkout)) for path in found if named.search(path.read_text(encoding="utf-8"))]
 
 
 def run(checkout: Path, files: list[str], on: bool, more: list[str]) -> dict[str, str]:
@@ -63,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     more = words[words.index("--") + 1 :] if "--" in words else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--files", nargs="+", help="tests to run (default: video pipelines and transformers)")
+    parser.add_argument("--files", nargs="+", help="tests to run (default: all that name a served transformer)")
     args = parser.parse_args(words[: words.index("--")] if "--" in words else words)
     files = args.files or default_files(args.checkout)
     if not files:

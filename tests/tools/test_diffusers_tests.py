@@ -51,6 +51,21 @@ def test_a_folder_without_tests_is_refused(tmp_path, capsys):
     assert "holds no tests of video models: give a checkout of diffusers" in capsys.readouterr().err
 
 
+def test_all_tests_that_name_a_served_class_are_run(tmp_path):
+    pipelines, models = tmp_path / "tests" / "pipelines" / "any", tmp_path / "tests" / "models" / "transformers"
+    for folder in (pipelines, models):
+        folder.mkdir(parents=True)
+    (pipelines / "test_video.py").write_text("from diffusers import WanTransformer3DModel")
+    (pipelines / "test_image.py").write_text("from diffusers import FluxTransformer2DModel")
+    (pipelines / "helper.py").write_text("from diffusers import WanTransformer3DModel")
+    (models / "test_new.py").write_text("cls = diffusers.MiniMaxH3Transformer3DModel")
+    (models / "test_longer.py").write_text("class TestWanTransformer3DModelOfMine: pass")
+    assert diffusers_tests.default_files(tmp_path) == [
+        "tests/pipelines/any/test_video.py",
+        "tests/models/transformers/test_new.py",
+    ]
+
+
 @pytest.mark.slow
 def test_what_passes_only_without_heart_is_told(tmp_path, capfd):
     (tmp_path / "test_wan.py").write_text(CHECKOUT)
