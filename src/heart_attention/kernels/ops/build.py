@@ -156,8 +156,7 @@ def _build_once(compiler: list[str], path: Path) -> None:
         reason = _reason_to_build(path)
         if not reason:
             return
-        level = logging.WARNING if os.path.lexists(path) else logging.INFO
-        log.log(level, "building the C kernels, which takes some seconds (%s)", reason)
+        log.warning("building the C kernels, which takes some seconds (%s)", reason)  # whoever waits wants to know why
         for file in (path, checksum_path(path)):
             file.unlink(missing_ok=True)
         _build(compiler, path)
