@@ -55,9 +55,20 @@ def test_compiling_is_announced(command, tmp_path, caplog, monkeypatch):
     (["--preset", "svg2", "--calibration", str(JOINT)], "is a calibration for xattention but --preset is svg2"),
     (["--preset", "magic"], "there is no preset 'magic'"),
     (["--preset", "xattention@90"], "90"),
-    (["--dense", "--preset", "svg2"], "--dense is without HEART"),
+    (["--dense", "--preset", "svg2"], "--dense is without HEART: leave --preset out"),
+    (["--dense", "--dense-steps", "3"], "leave --dense-steps out"),
+    (["--dense", "--force-sparse"], "leave --force-sparse out"),
+    (["--preset", "wan2.1-14b-svg2"], "the config is for wan2.1-14b (WanTransformer3DModel, 40 layers"),
+    (["--image", "picture.png"], "WanPipeline takes no image: leave --image out"),
+    (["--calibration", str(JOINT), "--model", "other"], "heads but other has MochiTransformer3DModel with 24"),
+    (["--image", "picture.png", "--model", "other"], "MochiPipeline takes no image"),
     (["--calibration", "nowhere.heart.json"], "there is no file"),
-    (["--steps", "0"], "must be 1 or more"),
+    (["--steps", "0"], "--steps is 0: it must be 1 or more"),
+    (["--size", "63x64"], "--size is 63x64: width and height must be multiples of 16"),
+    (["--size", "64x36", "--model", "owner/name"], "multiples of 8"),
+    (["--model", "/nowhere"], "there is no model '/nowhere'"),
+    (["--model", "./nowhere"], "there is no model './nowhere'"),
+    (["--model", "notes.txt"], "'notes.txt' is a file: give the folder"),
     (["--size", "big"], "WIDTHxHEIGHT"),
     (["--seed", "-1"], "--seed is -1"),
     (["--fps", "0"], "--fps is 0"),
@@ -82,11 +93,25 @@ def test_wrong_arguments_are_told_before_anything_is_loaded(words, sentence, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken.gif").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "picture.png")
+    (tmp_path / "other" / "transformer").mkdir(parents=True)
+    index = {"_class_name": "MochiPipeline", "transformer": ["diffusers", "MochiTransformer3DModel"]}
+    (tmp_path / "other" / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "other" / "transformer" / "config.json").write_text(json.dumps({"num_attention_heads": 24}))
     (tmp_path / "notes.txt").write_text("no picture")
     monkeypatch.setattr(pipelines, "load", lambda *a: pytest.fail("loaded"))
     assert main.main(["generate", "--prompt", "x", *words]) == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and sentence in error[0] and len(error[0]) <= 320
+
+
+def test_a_folder_that_may_not_be_written_to_is_told_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
+    from heart_attention.evaluation import pipelines
+
+    monkeypatch.setattr(pipelines, "load", lambda *a: pytest.fail("loaded"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    assert main.main(["generate", "--prompt", "x", "--out", str(tmp_path / "new" / "v.mp4")]) == 1
+    assert f"'{tmp_path}' may not be written to" in capsys.readouterr().err
 
 
 def test_an_option_that_the_pipeline_does_not_take_is_named(tmp_path, capsys):

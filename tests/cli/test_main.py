@@ -22,6 +22,13 @@ def test_every_command_of_the_design_has_help(capsys):
         assert done.value.code == 0 and command in capsys.readouterr().out
 
 
+def test_every_command_and_every_argument_is_explained():
+    (commands,) = (a.choices for a in main.build_parser()._actions if a.dest == "command")
+    assert {*COMMANDS, "frontier", "tune-costs"} <= set(commands)
+    silent = [f"{name} {a.dest}" for name, command in commands.items() for a in command._actions if not a.help]
+    assert not silent and all(command.description for command in commands.values())
+
+
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["generate"], ["study", "everything"]])
 def test_wrong_usage_is_2(words, capsys):
     with pytest.raises(SystemExit) as done:

@@ -118,7 +118,7 @@ def check_generation(args: argparse.Namespace) -> None:
     from ..evaluation import pipelines
 
     pipelines.check(args.model, getattr(args, "dtype", None), getattr(args, "device", None))
-    pipelines.check_call(args.size, args.frames, args.steps)
+    pipelines.check_call(args.size, args.frames, args.steps, args.model)
     seed = getattr(args, "seed", 0)
     if isinstance(seed, int) and seed < 0:
         raise HeartError(f"--seed is {args.seed}: it must be 0 or more")

@@ -20,7 +20,7 @@ def register(commands) -> None:
     """Add the commands of this file."""
     _register_calibrate(commands)
     solve = add_command(commands, "solve", "new thresholds from a calibration's tables, without a model", run_solve)
-    solve.add_argument("file", metavar=f"F{SUFFIX}")
+    solve.add_argument("file", metavar=f"F{SUFFIX}", help="the calibration")
     solve.add_argument("--budget", metavar="B", help="shared=τ, sparsity=S, threshold=τ or time=T (default shared=0.9)")
     solve.add_argument(
         "--cost-table", metavar="FILE.json", help="of heart tune-costs, for time=T (default: what ships)"
@@ -31,11 +31,11 @@ def register(commands) -> None:
     solve.add_argument("--json", action="store_true", help="print the result as JSON")
 
     show = add_command(commands, "show", "what is in a calibration; import and export of thresholds", run_show)
-    show.add_argument("file", metavar=f"F{SUFFIX}", nargs="?")
+    show.add_argument("file", metavar=f"F{SUFFIX}", nargs="?", help="the calibration (none with --import)")
     show.add_argument("--png", metavar="F.png", help="write the picture of heads and thresholds")
     show.add_argument("--choices", action="store_true", help="print how many heads took which point, as Markdown")
     show.add_argument("--ranks", metavar="N", type=int, help="how evenly N GPUs share the heads, in order and by cost")
-    show.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
+    show.add_argument("--colour", choices=("auto", "always", "never"), default="auto", help="of the map of heads")
     show.add_argument("--json", action="store_true", help="print the figures as JSON")
     show.add_argument("--export", choices=("modelopt", "csv", "json"), help="print the thresholds in another format")
     show.add_argument("--config", metavar="config.json", help="with --export modelopt: write into this model config")

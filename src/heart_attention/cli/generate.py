@@ -23,6 +23,8 @@ from .arguments import (
 )
 from .progress import Steps
 
+OF_HEART = ("preset", "calibration", "dense_steps", "dense_last_steps", "force_sparse")  # mean nothing without it
+
 
 def register(commands) -> None:
     """Add the commands of this file."""
@@ -152,8 +154,12 @@ def run_generate(args: argparse.Namespace) -> int:
     _check(args)
     announce_compile(args)
     base = None if args.dense else _config_source(args)
+    more = _more(args)
+    if more and (kind := pipelines.class_of(args.model)):
+        _check_taken(more, kind)
     pipe = pipelines.load(args.model, args.dtype, args.device)
-    call = {**pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps), **_more(args, pipe)}
+    _check_taken(more, type(pipe))
+    call = {**pipelines.call_arguments(args.model, pipe, args.size, args.frames, args.steps), **more}
     method = _method(args, base, pipe)
     with Steps(call["num_inference_steps"]) as progress:
         setting = run.Setting(args.model, call, compile_blocks=args.compile)
@@ -183,8 +189,9 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise HeartError(f"--{name.replace('_', '-')} is {value}: it must be {least} or more")
-    if args.dense and (args.preset or args.calibration):
-        raise HeartError("--dense is without HEART: leave --preset and --calibration out, or --dense")
+    idle = [name for name in OF_HEART if args.dense and getattr(args, name) not in (None, False, [])]
+    if idle:
+        raise HeartError(f"--dense is without HEART: leave --{idle[0].replace('_', '-')} out, or --dense")
     if args.guidance is not None and not math.isfinite(args.guidance):
         raise HeartError(f"--guidance is {args.guidance}: give a number, 1 for none")
     if args.image:
@@ -215,14 +222,44 @@ def _config_source(args: argparse.Namespace) -> Any:
                 methods.check([name], {}, args.model)
             return name
         backbone = _backbone_of(name)
+        _check_preset(name, args.model)
         return (methods.shipped_calibration(backbone, args.model) if backbone == name else None) or name
-    kinds = {point["backbone"]["name"] for path in args.calibration for point in Calibration.load(path).points}
+    files = {path: Calibration.load(path) for path in args.calibration}
+    kinds = {point["backbone"]["name"] for one in files.values() for point in one.points}
     if args.preset and kinds != {_backbone_of(args.preset)}:
         raise HeartError(
             f"{args.calibration[0]} is a calibration for {', '.join(sorted(kinds))} but --preset is {args.preset}: "
             "leave --preset out, or give a calibration for it"
         )
+    _check_calibrations(files, args.model)
     return args.calibration[0] if len(args.calibration) == 1 else args.calibration
+
+
+def _check_preset(name: str, model: str) -> None:
+    """A preset or config for another model is told before that model is loaded."""
+    from ..config import HeartConfig
+    from ..evaluation import pipelines
+    from ..presets import PRESETS, check_model
+
+    name = name.partition("@")[0]
+    config = PRESETS[name].config if name in PRESETS else HeartConfig.load(name) if name.endswith(".json") else None
+    if config is not None and config.model is not None and (outline := pipelines.outline_of(model)) is not None:
+        check_model(config, outline)
+
+
+def _check_calibrations(files: dict[str, Any], model: str) -> None:
+    """The same for calibrations, as far as class and heads tell; the rest of the fingerprint takes the weights."""
+    from ..evaluation import pipelines
+
+    outline = pipelines.outline_of(model)
+    for path, one in files.items() if outline is not None else ():
+        mine = (one.model["class"], one.heads) if one.model else None
+        here = (type(outline).__name__, outline.config.get("num_attention_heads", one.heads))
+        if mine is not None and mine != here:
+            raise HeartError(
+                f"{path} was made for {mine[0]} with {mine[1]} heads but {model} has {here[0]} with {here[1]}: "
+                "calibrate this model"
+            )
 
 
 def _backbone_of(name: str) -> str:
@@ -247,10 +284,8 @@ def _known(name: str, find_preset: Any) -> str:
     return name
 
 
-def _more(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
-    """Arguments of the call beyond size and steps; what the pipeline does not take is refused by name."""
-    import inspect
-
+def _more(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the call beyond size and steps."""
     more: dict[str, Any] = {}
     if args.guidance is not None:
         more["guidance_scale"] = args.guidance
@@ -258,12 +293,18 @@ def _more(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
         more["negative_prompt"] = args.negative_prompt
     if args.image:
         more["image"] = _picture(args.image)
-    taken = inspect.signature(type(pipe).__call__).parameters
+    return more
+
+
+def _check_taken(more: dict[str, Any], kind: type) -> None:
+    """What a pipeline of this class does not take is refused by name."""
+    import inspect
+
+    taken = inspect.signature(kind.__call__).parameters
     for name in more:
         if name not in taken:
             option = {"guidance_scale": "guidance", "negative_prompt": "negative-prompt"}.get(name, name)
-            raise HeartError(f"{type(pipe).__name__} takes no {name}: leave --{option} out, or choose another model")
-    return more
+            raise HeartError(f"{kind.__name__} takes no {name}: leave --{option} out, or choose another model")
 
 
 def _method(args: argparse.Namespace, source: Any, pipe: Any) -> Any:

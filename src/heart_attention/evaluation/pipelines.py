@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ log = logging.getLogger(__name__)
 
 # The embedded model, its few-step student, and its architecture with random weights as the control.
 TINY = ("tiny", "tiny-student", "tiny-random")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 DTYPES = ("float32", "bfloat16", "float16")
 # Frames a second that models were trained at, by the beginning of their transformer's class name.
 FRAME_RATES = {
     "Wan": 16, "HunyuanVideo": 24, "CogVideoX": 8, "LTX": 24, "Mochi": 30, "Cosmos": 24, "SkyReels": 24,
 }  # fmt: skip
 TINY_FRAME_RATE = 8
+UNIT, TINY_UNIT = 8, 16  # pixels that width and height are multiples of: in every video model, and in the embedded one
 ROOM_FOR_VIDEO = 12 << 30  # bytes that activations and decoding of a full-size video take beside the weights
 
 
@@ -35,9 +38,11 @@ def check(model: str, dtype: str | None = None, device: str | None = None) -> st
         raise HeartError(f"--device is {device!r}: use cpu, cuda, or cuda:N") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise HeartError("--device is cuda but PyTorch sees no CUDA device here: use --device cpu")
-    if model not in TINY and not Path(model).exists() and model.count("/") != 1:
+    if model not in TINY and not Path(model).exists() and not HUB_ID.fullmatch(model):
         raise HeartError(f"there is no model {model!r}: give 'tiny', a folder, or a hub id like owner/name")
-    if Path(model).is_dir() and model not in TINY and not (Path(model) / "model_index.json").is_file():
+    if Path(model).exists() and model not in TINY and not (Path(model) / "model_index.json").is_file():
+        if Path(model).is_file():
+            raise HeartError(f"the model {model!r} is a file: give the folder of a diffusers pipeline")
         raise HeartError(f"the folder {model!r} has no model_index.json: give the folder of a diffusers pipeline")
     return device
 
@@ -75,14 +80,42 @@ def _from_pretrained(model: str, kind: Any) -> Any:
 
 def _wants_exact_decoder(model: str) -> bool:
     """Wan's decoder shows bands in bfloat16; its authors run it in float32."""
+    vae = _index(model).get("vae") or [None, ""]
+    return "AutoencoderKLWan" in str(vae[-1])
+
+
+def _index(model: str) -> dict[str, Any]:
+    """What a pipeline's index says of its parts; nothing where it cannot be read, of which loading will say more."""
     from diffusers import DiffusionPipeline
 
+    from .. import tiny
+
     try:
-        config = DiffusionPipeline.load_config(model)
+        return dict(DiffusionPipeline.load_config(tiny.path() if model in TINY else model))
     except (OSError, ValueError):
-        return False  # loading will say what is wrong
-    vae = config.get("vae") or [None, ""]
-    return "AutoencoderKLWan" in str(vae[-1])
+        return {}
+
+
+def class_of(model: str) -> type | None:
+    """The class of a pipeline, without its weights; None where nothing tells."""
+    import diffusers
+
+    return getattr(diffusers, str(_index(model).get("_class_name")), None)
+
+
+def outline_of(model: str) -> Any:
+    """A stand-in for a pipeline's transformer: its class's name and its config, without weights; None where nothing tells."""
+    import diffusers
+
+    from .. import tiny
+
+    name = str((_index(model).get("transformer") or [None])[-1])
+    cls = getattr(diffusers, name, None)
+    try:
+        config = cls.load_config(tiny.path() if model in TINY else model, subfolder="transformer") if cls else {}
+    except (OSError, ValueError):
+        return None
+    return type(name, (), {"config": dict(config)})() if cls else None
 
 
 def place(pipe: Any, device: str, free: int | None = None) -> Any:
@@ -143,15 +176,20 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def check_call(size: str | None = None, frames: int | None = None, steps: int | None = None) -> dict[str, Any]:
+def check_call(
+    size: str | None = None, frames: int | None = None, steps: int | None = None, model: str = ""
+) -> dict[str, Any]:
     """What the user said of size, frames and steps, as arguments of a pipeline's call."""
     call: dict[str, Any] = {}
     if size:
         call["width"], call["height"] = parse_size(size)
-    for key, value in (("num_frames", frames), ("num_inference_steps", steps)):
+        unit = TINY_UNIT if model in TINY else UNIT
+        if call["width"] % unit or call["height"] % unit:
+            raise HeartError(f"--size is {size}: width and height must be multiples of {unit}")
+    for option, key, value in (("frames", "num_frames", frames), ("steps", "num_inference_steps", steps)):
         if value is not None:
             if value < 1:
-                raise HeartError(f"{key} is {value}: it must be 1 or more")
+                raise HeartError(f"--{option} is {value}: it must be 1 or more")
             call[key] = value
     return call
 

@@ -325,7 +325,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, metavar="FILE", help="take measured densities and refresh rates from it"
     )
     parser.add_argument("--validate", action="store_true", help="compare with the paper's dense latencies instead")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

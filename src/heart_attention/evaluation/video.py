@@ -36,6 +36,10 @@ def check_suffix(path: str | os.PathLike) -> Path:
     if Path(path).is_dir() or not there.is_dir():
         taken = "it is a folder" if Path(path).is_dir() else f"{str(there)!r} is a file"
         raise HeartError(f"a video cannot be written to {str(path)!r}: {taken}, give another name")
+    if not os.access(there, os.W_OK):
+        raise HeartError(
+            f"no video can be written to {str(path)!r}: {str(there)!r} may not be written to, name another folder"
+        )
     return Path(path)
 
 
