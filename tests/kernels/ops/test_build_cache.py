@@ -148,11 +148,10 @@ def test_folder_that_others_may_write_is_not_used(cache):
 
 def test_library_that_never_loads_gives_the_portable_kernel(small, monkeypatch, caplog):
     def broken(target, path):
-        target.write_bytes(b"cut off")
-        build.os.replace(target, path)
+        path.write_bytes(b"cut off")  # not into target, which is loaded: the process would die of it
 
     monkeypatch.setattr(build, "_install", broken)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):  # without -v too
         assert "cannot be trusted" in build.reasons_not()[0]
         build.reasons_not()
     assert len([r for r in caplog.records if "the portable kernels serve" in r.message]) == 1
