@@ -28,7 +28,12 @@ def shown(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def printable(text: str, keep: str = "") -> str:
+    """The text with "?" for whatever cannot be shown, which would steer a terminal; characters in `keep` stay."""
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in keep else "?" for c in text)
+
+
 def named(path: Any, most: int = 120) -> str:
     """A path in an error's sentence, printable; of a long one the end, which tells more."""
-    text = "".join(c if c.isprintable() else "?" for c in str(path))
+    text = printable(str(path))
     return text if len(text) <= most else f"...{text[3 - most :]}"

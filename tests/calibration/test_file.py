@@ -306,3 +306,35 @@ def test_non_finite_python_values_are_refused_too():
         made(settings={"x": math.inf})
     with pytest.raises(HeartError, match="key that is not text"):
         made(settings={1: 2})
+
+
+# ---------------------------------------- numbers and texts of a hostile file
+
+
+def test_errors_that_no_sum_can_hold_are_refused():
+    data = made().to_dict()
+    place = data["E"] if "E" in data else data["tables"]["E"]
+    while isinstance(place[0], list):
+        place = place[0]
+    place[0] = 1e308
+    with pytest.raises(HeartError, match="E runs from"):
+        Calibration.from_dict(data)
+
+
+@pytest.mark.parametrize("size", [10**400, 7])
+def test_a_model_of_another_size_is_one_short_sentence(wan, size):
+    data = made(wan).to_dict()
+    data["model"]["layers"] = size
+    with pytest.raises(HeartError, match="it is damaged") as caught:
+        Calibration.from_dict(data)
+    assert len(str(caught.value)) <= 300
+
+
+def test_no_text_of_a_file_steers_a_terminal():
+    data = made().to_dict()
+    data["method"] = data["scheduler"] = "\x1b[2J"
+    try:
+        told = repr(Calibration.from_dict(data))
+    except HeartError as error:
+        told = str(error)
+    assert told.isprintable()

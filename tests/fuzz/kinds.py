@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heart_attention import Calibration, HeartConfig, backbones, files
+from heart_attention import Calibration, HeartConfig, HeartError, backbones, files
 from heart_attention.backbones import SVG2, XAttention
+from heart_attention.calibration import choices, show
 from heart_attention.calibration import points as candidate_points
-from heart_attention.calibration import show
 from heart_attention.calibration.workflow.store import Store, digest
+from heart_attention.errors import LONGEST
 from heart_attention.evaluation import projection, results, run, tables
 from heart_attention.evaluation.report.build import _sections
 from heart_attention.online import cost_model
@@ -83,12 +85,16 @@ def _calibrations() -> list[Any]:
         S=rng.random((2, 2, 2, 2)), cost=rng.random((2, 2, 2, 2)),
         phases={"sigmas": [0.5], "weights": [1.0, 1.0], "steps": [3, 4]},
     )  # fmt: skip
+    times = {
+        "kind": "cpu-c", "digest": "0", "tokens": 1152, "heads": 2, "head_dim": 32, "refresh": 0.25, "steps": 7, "dense_steps": 2,
+    }  # fmt: skip
+    timed = dataclasses.replace(wide, extra={"time": {**times, "scale_clusters": True}})
     old = {
         "schema": "heart-calibration/1", "method": "joint", "thresholds": [[0.5, 0.9]], "candidates": [0.5, 0.9],
         "backbone": SVG2(8, 16).to_dict(), "E": [[[0.1, 0.2], [0.3, 0.4]]], "S": [[[0.5, 0.4], [0.5, 0.4]]],
         "model": {k: v for k, v in _fingerprint(1, 2).items() if k != "values_digest"},
     }  # fmt: skip
-    return [json.loads(json.dumps(c.to_dict())) for c in (simple, plain, wide)] + [old]
+    return [json.loads(json.dumps(c.to_dict())) for c in (simple, plain, wide, timed)] + [old]
 
 
 def _fingerprint(layers: int, heads: int) -> dict[str, Any]:
@@ -99,12 +105,18 @@ def _fingerprint(layers: int, heads: int) -> dict[str, Any]:
 def _use_calibration(value: Any, folder: Path) -> None:
     made = Calibration.from_dict(value)
     assert Calibration.from_dict(json.loads(made.to_bytes())) == made
-    repr(made)
     made.warnings_for(steps=9, grid=(2, 4, 4), order="tiles", backbone=SVG2().to_dict(), rest="mean")
     made.head_costs()
     made.of_transformers(1)
     path = made.save(folder / "c.heart.json")
-    show.text(Calibration.load(path))
+    _can_be_shown(show.text(Calibration.load(path)))
+    _can_be_shown(repr(made) + choices.markdown(made))
+    json.dumps(show.summary(made), allow_nan=False)
+    for budget in ("mean=0.8", "shared=0.9", "time=0.6"):
+        try:
+            made.resolve(budget)
+        except HeartError as error:  # valid files too have budgets that they cannot serve
+            assert len(str(error)) <= LONGEST and str(error).isprintable(), ascii(error)[:100]
 
 
 # ---------------------------------------- cost tables, points, results, work folders
@@ -116,6 +128,7 @@ def _use_costs(value: Any, folder: Path) -> None:
     assert isinstance(table.pays(*table.seconds(shares, 0.3)), bool)
     table.first_pays(shares, 0.3, 20)
     assert cost_model.CostTable.from_dict(json.loads(json.dumps(table.to_dict(), allow_nan=False))) == table
+    _can_be_shown(f"{table.kind}{table.origin}")
 
 
 def _use_points(value: Any, folder: Path) -> None:
@@ -136,7 +149,8 @@ def _use_results(value: Any, folder: Path) -> None:
     _written(value, folder, results.FILE)
     found = results.load(folder)
     summary = tables.summarise(found)
-    tables.markdown(summary, found)
+    _can_be_shown(tables.markdown(summary, found))
+    _can_be_shown(tables.text_table(summary, found["conventions"]))
 
 
 def _stats() -> dict[str, Any]:
@@ -163,7 +177,8 @@ def _use_stats(value: Any, folder: Path) -> None:
 
 def _use_projection(value: Any, folder: Path) -> None:
     path = _written(value, folder)
-    projection.from_results(path, [projection.MODELS["wan2.1-1.3b"]], [projection.DEVICES["a800"]])
+    found = projection.from_results(path, [projection.MODELS["wan2.1-1.3b"]], [projection.DEVICES["a800"]])
+    _can_be_shown(projection.table(found))
 
 
 def _use_compared(value: Any, folder: Path) -> None:
@@ -184,6 +199,11 @@ def _use_record(value: Any, folder: Path) -> None:
 def _use_plan(value: Any, folder: Path) -> None:
     _written(value, folder / "planned", "plan.json")
     Store(folder / "planned", {"a": 1, "b": [1, 2]})
+
+
+def _can_be_shown(text: str) -> None:
+    """Nothing in it steers a terminal, and every terminal can encode it."""
+    assert text.replace("\n", "").isprintable(), ascii(text)[:100]
 
 
 def _written(value: Any, folder: Path, name: str = "x.json") -> Path:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import printable
 from .file import Calibration
 
 # One hue a kind; thresholds go from pale (low) to full (high).
@@ -63,7 +64,7 @@ def markdown(calibration: Calibration) -> str:
 
 
 def _line(kind: Kind, threshold: str, heads: list[int]) -> str:
-    return "| " + " | ".join([kind.backbone, kind.order, kind.rest, threshold, *map(str, heads)]) + " |"
+    return printable("| " + " | ".join([kind.backbone, kind.order, kind.rest, threshold, *map(str, heads)]) + " |")
 
 
 # ---------------------------------------- a picture

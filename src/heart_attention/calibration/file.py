@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import token_order
-from ..errors import LONGEST, HeartError, named, shown
+from ..errors import LONGEST, HeartError, named, printable, shown
 from ..files import read_json, write_atomic
 from ..online.thresholds import ThresholdSource
 from . import document, fit, resolve, values
@@ -38,6 +38,7 @@ LIMIT = 256 << 20  # bytes; 1,600 heads × 100 candidates with band energies tak
 METHODS = ("joint", "isolated", "probes", "imported")
 PACKAGE = Path(__file__).resolve().parents[1]
 _INCOMPLETE = "the calibration has some of candidates, E and S: it needs all of them or none"
+LARGEST_ERROR = 1e30  # a relative error never comes near it, and sums of such are still finite
 _OBJECTS = ("error", "solver", "verification", "prompts", "versions", "extra")
 _DERIVED = ("thresholds", "backbone", "candidates")  # not saved: points and choice say the same
 _NOT_SAVED = (*_DERIVED, "forced", "shipped")
@@ -171,7 +172,7 @@ class Calibration(ThresholdSource):
         if self.E is None or self.S is None:
             raise HeartError(_INCOMPLETE)
         shape = (*self.choice.shape, len(self.points))
-        self._put("E", values.array(self.E, "E", len(shape), 0.0, math.inf, shape=shape))
+        self._put("E", values.array(self.E, "E", len(shape), 0.0, LARGEST_ERROR, shape=shape))
         self._put("S", values.array(self.S, "S", len(shape), 0.0, 1.0, shape=shape))
         if self.cost is not None:
             self._put("cost", values.array(self.cost, "cost", len(shape), 0.0, 2.0, shape=shape))
@@ -252,7 +253,7 @@ class Calibration(ThresholdSource):
 
     def __repr__(self) -> str:
         name = self.model["class"] if self.model else "unknown model"
-        return (
+        return printable(
             f"Calibration({name}, {self.backbone_names}, {self.layers}×{self.heads} heads, {self.method}, "
             f"mean τ {self.thresholds.mean():.4f})"
         )

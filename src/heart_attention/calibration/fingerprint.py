@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from ..models.inspect import head_size, layers_and_heads, unwrapped
 
 FIELDS: dict[str, Any] = {
@@ -76,7 +76,7 @@ def check_fingerprint(model: Any, shape: tuple[int, ...]) -> dict[str, Any] | No
     if (model["layers"], model["heads"]) != shape or model["head_dim"] < 1:
         raise HeartError(
             f"the calibration is for {shape[0]}×{shape[1]} heads but its model has "
-            f"{model['layers']}×{model['heads']}: it is damaged"
+            f"{shown(model['layers'])}×{shown(model['heads'])}: it is damaged"
         )
     return dict(model)
 

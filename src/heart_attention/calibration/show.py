@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import HeartError
+from ..errors import HeartError, printable
 from . import choices
 from .file import Calibration
 
@@ -99,7 +99,7 @@ def context_ratios(calibration: Calibration) -> dict[str, float]:
 
 
 def text(calibration: Calibration, colours: bool = False) -> str:
-    """The picture and the facts, for a terminal."""
+    """The picture and the facts, for a terminal; no text of the file can steer it."""
     return "\n".join([*_grid(calibration, colours), "", *_legend(calibration, colours), "", *_facts(calibration)])
 
 
@@ -155,7 +155,7 @@ def _letter(point: int) -> str:
 def point_words(point: dict[str, Any]) -> str:
     """An operating point in a few words."""
     order = point["order"] if isinstance(point["order"], str) else "an order for every head"
-    return f"{point['backbone']['name']} τ {point['threshold']:g}, rest {point['rest']}, {order}"
+    return printable(f"{point['backbone']['name']} τ {point['threshold']:g}, rest {point['rest']}, {order}")
 
 
 def _legend(calibration: Calibration, colours: bool) -> list[str]:
@@ -199,7 +199,7 @@ def _facts(c: Calibration) -> list[str]:
     seed = "" if c.seed is None else f"seed {c.seed}"
     lines += [("draws", ", ".join(x for x in (prompts, seed, _settings(c.settings, 6)) if x))]
     lines += [("versions", ", ".join(f"{k} {v}" for k, v in c.versions.items()))]
-    return [f"{label:<12}{value}" for label, value in lines if value]
+    return [f"{label:<12}{printable(str(value))}" for label, value in lines if value]
 
 
 def _settings(values: dict[str, Any], most: int = 99) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import HeartError, shown
+from ..errors import HeartError, printable, shown
 from ..files import read_json
 
 # The fitted figure: 1.98e16 flop of attention in 107 s are 185 of the A800's 312 TFLOP/s.
@@ -388,7 +388,7 @@ def table(found: list[Projection]) -> str:
     ]
     for p in found:
         lines.append(
-            f"| {p.model} | {p.gpu} | {p.method} | {p.density:.2f} | {p.refresh:.2f} | {p.attention_s:.0f} s | "
+            f"| {p.model} | {p.gpu} | {printable(p.method)} | {p.density:.2f} | {p.refresh:.2f} | {p.attention_s:.0f} s | "
             f"{p.prediction_s:.1f} s | {p.total_s:.0f} s | {p.attention_speedup:.2f} | {p.total_speedup:.2f} |"
         )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import printable
 from ..files import write_atomic, write_json
 from . import timing
 from .statistics import student_t
@@ -202,18 +203,18 @@ def markdown(summary: Sequence[dict], results: dict | None = None) -> str:
     lines += [f"\n{reason}" for reason in empty_cells(summary, results or {})]
     for line in (devices_line(results), timing.verdict(results.get("rows", []))) if results else ():
         lines += [f"\n{line[0].upper()}{line[1:]}."] if line else []
-    return "\n".join(lines) + "\n"
+    return printable("\n".join(lines) + "\n", keep="\n")
 
 
 def text_table(summary: Sequence[dict], conventions: dict[str, str] | None = None) -> str:
-    """The table for a terminal, columns aligned."""
+    """The table for a terminal, columns aligned; no text of a results file can steer it."""
     head, body = cells(summary, conventions)
     lines = [[c.heading for c in head], *body]
     widths = [max(len(row[i]) for row in lines) for i in range(len(head))]
     texts = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in lines
     ]
-    return "\n".join([texts[0], "-" * len(texts[0]), *texts[1:]])
+    return "\n".join(map(printable, [texts[0], "-" * len(texts[0]), *texts[1:]]))
 
 
 def reuse_lines(results: dict) -> list[str]:

@@ -196,7 +196,7 @@ def _number(value: Any) -> float:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 1000:
+    if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
         raise ValueError(f"{shown(value)} is no text")
     return value
 
@@ -217,11 +217,10 @@ def load(path: str) -> CostTable:
 @functools.cache
 def shipped(kind: str) -> CostTable:
     """The table that ships for this kind of device."""
-    path = FOLDER / f"{kind}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json")))
-        raise HeartError(f"there is no table of costs for {kind!r}: known are {known}")
-    return load(str(path))
+    known = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}  # a kind may come from a file: it is no path
+    if kind not in known:
+        raise HeartError(f"there is no table of costs for {shown(kind)}: known are {', '.join(known)}")
+    return load(str(known[kind]))
 
 
 def kind_of(device: torch.device, kernel: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import backbones
 from ...backbones.base import Backbone
-from ...errors import HeartError
+from ...errors import HeartError, shown
 from ...online import cost_model
 from ...online.cost_model import CostTable
 
@@ -50,13 +50,16 @@ class TimeModel:
     def from_dict(cls, data: dict[str, Any]) -> TimeModel:
         """The model that `to_dict` described; anything odd is refused."""
         kinds: dict[str, type] = {"kind": str, "digest": str, "refresh": float, "scale_clusters": bool}
-        names = list(cls.__dataclass_fields__)
+        names, least = list(cls.__dataclass_fields__), dict.fromkeys(("tokens", "heads", "head_dim", "steps"), 1)
         if not isinstance(data, dict) or set(data) != set(names):
             raise HeartError(f"times need {', '.join(names)}: calibrate again")
         for name in names:
             kind = kinds.get(name, int)
-            if type(data[name]) is not kind or (kind in (int, float) and not 0 <= data[name] < 1 << 40):
-                raise HeartError(f"the time model's {name} is {str(data[name])[:40]}: calibrate again")
+            odd = type(data[name]) is not kind or (
+                kind in (int, float) and not least.get(name, 0) <= data[name] < 1 << 40
+            )
+            if odd or (name == "refresh" and data[name] > 1) or (name == "dense_steps" and data[name] >= data["steps"]):
+                raise HeartError(f"the time model's {name} is {shown(data[name])}: calibrate again")
         return cls(**data)
 
     def lines(self, points: Sequence[dict[str, Any]], table: CostTable) -> np.ndarray:
