@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import stat
+import sys
 import time
 
 import pytest
@@ -35,6 +36,33 @@ def test_leftovers_are_swept_but_not_what_is_young_or_somebody_elses(tmp_path):
         os.utime(path, (time.time() - 2 * files.STALE,) * 2)
     files.write_atomic(tmp_path / "c.json", "1")
     assert not old.exists() and young.exists() and other.exists()
+
+
+@pytest.fixture
+def homeless(tmp_path, monkeypatch):
+    """A user without a home: the cache lies where everybody may write."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("HEART_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(files.Path, "home", no_home)
+    monkeypatch.setattr(files.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / f"heart-attention-{os.getuid()}"
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or sys.platform == "darwin", reason="needs users, and no Library folder")
+def test_a_cache_where_everybody_may_write_is_this_users_alone(homeless):
+    assert files.cache_dir() == homeless and stat.S_IMODE(homeless.stat().st_mode) == 0o700
+    homeless.chmod(0o777)
+    with pytest.raises(HeartError, match="not this user's alone: remove it, or set HEART_CACHE"):
+        files.cache_dir()
+    homeless.rmdir()
+    (elsewhere := homeless.with_name("elsewhere")).mkdir(mode=0o700)
+    homeless.symlink_to(elsewhere)
+    with pytest.raises(HeartError, match="not this user's alone"):
+        files.cache_dir()
 
 
 def test_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):

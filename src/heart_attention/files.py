@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -18,7 +19,7 @@ from typing import Any
 from .errors import HeartError, named
 
 STALE = 3600  # seconds after which a temporary file belongs to a process that was killed
-_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp|\.build-.+")
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp(\.\w+)?|\.build-.+")
 _swept: set[str] = set()  # folders, once a process
 
 
@@ -27,9 +28,21 @@ def cache_dir() -> Path:
     named_by_user = os.environ.get("HEART_CACHE")
     path = Path(named_by_user) if named_by_user else _usual_cache()
     try:
+        if os.name != "nt" and path.parent == Path(tempfile.gettempdir()) and not named_by_user:
+            own_folder(path)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HeartError(f"the cache folder {named(path)} cannot be made ({error.strerror}): set HEART_CACHE") from None
+    return path
+
+
+def own_folder(path: Path) -> Path:
+    """Make a folder that holds code, or lies where everybody may write; refuse one that others may write to."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    mine = os.name == "nt" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+    if not stat.S_ISDIR(found.st_mode) or not mine:
+        raise HeartError(f"the folder {named(path)} is not this user's alone: remove it, or set HEART_CACHE")
     return path
 
 
@@ -55,8 +68,13 @@ def write_atomic(path: str | os.PathLike, data: bytes | str) -> Path:
     return path
 
 
+def temporary_name(path: Path, suffix: str = "") -> Path:
+    """A name beside `path` that `sweep` knows as a leftover; `suffix` for programs that go by it."""
+    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp{suffix}")
+
+
 def _write_and_rename(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
+    temporary = temporary_name(path)
     handle = os.open(
         temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666
     )  # less the umask
@@ -127,16 +145,16 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 @contextlib.contextmanager
-def locked(path: str | os.PathLike) -> Iterator[None]:
-    """Hold an exclusive lock on `path` (a file made for the purpose) against other processes."""
+def locked(path: str | os.PathLike, wait: bool = True) -> Iterator[None]:
+    """Hold an exclusive lock on `path` (a file made for the purpose) against other processes; without `wait`, or OSError."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         if os.name == "nt":
             import msvcrt
 
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined]
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
         else:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

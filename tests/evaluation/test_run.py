@@ -93,6 +93,44 @@ def test_what_is_damaged_is_made_anew(finished, tiny_pipe, damage):
     assert len(video.read(out / again["rows"][1]["lossless"])) == setting.call["num_frames"]
 
 
+GOOD = {
+    "method": "svg2", "prompt": "p", "seed": 0, "attention_s": 1.0, "total_s": 2.0, "density": 0.5, "refresh_rate": 0.5,
+    "psnr": 9.0, "stats": "stats/a.json", "video": "videos/a.mp4", "lossless": "videos/a.mkv",
+    "bytes": {"videos/a.mp4": 2, "videos/a.mkv": 3},
+}  # fmt: skip
+
+
+def put(out, row):
+    files = {"videos/a.mp4": b"12", "videos/a.mkv": b"123"}
+    (folder := run.Folder(out)).put("a", {"row": row, "stats": {"records": []}, "files": files})
+    return folder
+
+
+@pytest.mark.parametrize("odd", [
+    {"attention_s": "1"}, {"attention_s": -1.0}, {"method": None}, {"psnr": "high"}, {"seed": 0.5}, {"steps_s": [None]},
+    {"lossless": "videos/b.mkv"}, {"stats": "../a.json"}, {"bytes": {"videos/a.mkv": 3}}, {"bytes": {}},
+])  # fmt: skip
+def test_a_record_with_an_odd_field_counts_as_absent(tmp_path, odd):
+    folder = put(tmp_path / "out", GOOD)
+    record = folder.read("a")
+    assert record["psnr"] == 9.0
+    folder.path("a").write_text(json.dumps(record | odd))
+    assert folder.read("a") is None
+    folder.path("a").write_text(json.dumps({k: v for k, v in record.items() if k not in odd}))
+    assert folder.read("a") is None or odd.keys() <= {"psnr", "steps_s"}  # not every record has these
+
+
+def test_damaged_statistics_and_repeated_times_are_made_anew(tmp_path):
+    folder = put(tmp_path, GOOD)
+    again = folder.times_path("a")
+    again.parent.mkdir()
+    for text, total in (('{"total_s": 1.5}', 1.5), ('{"total_s": 1.', 2.0), ("[1]", 2.0), ('{"total_s": "x"}', 2.0)):
+        again.write_text(text)
+        assert folder.read("a")["total_s"] == total
+    (tmp_path / "stats" / "a.json").write_text("{")
+    assert folder.read("a") is None
+
+
 def test_what_was_timed_on_a_busy_machine_is_made_again_when_asked(finished, tiny_pipe, monkeypatch):
     out, chosen, setting, made = finished
     made_again: list[str] = []

@@ -1,9 +1,12 @@
 """Videos survive the disk; VMAF orders distortions as it should."""
 
+import os
+import time
+
 import numpy as np
 import pytest
 
-from heart_attention import HeartError
+from heart_attention import HeartError, files
 from heart_attention.evaluation import video
 from heart_attention.evaluation.metrics.vmaf import vmaf
 
@@ -72,6 +75,19 @@ def test_a_video_with_too_few_frames_is_not_kept(tmp_path, monkeypatch):
     with pytest.raises(HeartError, match="would hold 3 of 5 frames"):
         video.write_lossless(tmp_path / "a.mkv", clip(0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_encoder_left_is_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_swept", set())
+    with video._whole(tmp_path / "a.mkv") as left:
+        left.write_bytes(b"half")
+        old = left.rename(left.with_name(left.name.replace(".a.", ".b.")))  # as a process leaves it that is killed here
+        left.write_bytes(b"whole")
+    assert (tmp_path / "a.mkv").read_bytes() == b"whole" and old.suffix == ".mkv"
+    os.utime(old, (time.time() - 2 * files.STALE,) * 2)
+    monkeypatch.setattr(files, "_swept", set())
+    video.write_animation(tmp_path / "c.gif", clip(0))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.mkv", "c.gif"]
 
 
 def test_frames_are_counted(tmp_path):

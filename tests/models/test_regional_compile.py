@@ -15,7 +15,7 @@ from heart_attention import tiny
 from heart_attention.errors import HeartError
 from heart_attention.evaluation import methods, run
 from heart_attention.models import attachment, regional_compile
-from heart_attention.models.regional_compile import CACHE, compile_blocks, compiled
+from heart_attention.models.regional_compile import CACHE, _own_cache, compile_blocks, compiled
 
 
 @pytest.fixture
@@ -171,3 +171,12 @@ def test_the_real_compiler(transformer, tmp_path, monkeypatch):
     compile_blocks(transformer)
     assert (forward(transformer) - want).abs().max() <= 1e-4 * want.abs().max()
     assert any(tmp_path.iterdir()), "compiled code must outlive the process"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+def test_compiled_code_that_others_may_write_is_not_used(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path))
+    folder = tmp_path / "inductor"
+    assert _own_cache() == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert _own_cache() is None and "not this user's alone" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def load(folder: str | Path) -> dict:
         raise HeartError(f"{path} has no rows or incomplete ones: make it again with `heart compare`")
     _check_conventions(results, path)
     for i, row in enumerate(results["rows"]):
-        _check_row(row, i, results["conventions"], path, Path(folder))
+        check_row(row, f"{path}, row {i}", Path(folder), results["conventions"])
     return results
 
 
@@ -112,18 +113,22 @@ def _check_conventions(results: dict, path: Path) -> None:
         raise HeartError(f"{path}: the conventions are not texts by metric: make it again with `heart compare`")
 
 
-def _check_row(row: dict, index: int, conventions: dict, path: Path, folder: Path) -> None:
-    kinds = {**_NEEDED, **_OPTIONAL, **dict.fromkeys((*FIGURES, *conventions), float)}
+def check_row(row: Any, where: str, folder: Path, conventions: Iterable[str]) -> None:
+    """Raise unless a row's fields are all there, of their types and in their ranges, and its files inside the folder."""
+    if not isinstance(row, dict) or not row.keys() >= _NEEDED.keys():
+        raise HeartError(f"{where} is incomplete: make it again with `heart compare`")
+    metrics = (*FIGURES, *conventions)
+    kinds = {**_NEEDED, **_OPTIONAL, **dict.fromkeys(metrics, float)}
     for name, value in row.items():
-        empty = value is None and (name in (*_MAY_BE_NONE, *FIGURES) or name in conventions)
+        empty = value is None and name in (*_MAY_BE_NONE, *metrics)
         if name in kinds and not empty and not _is(value, kinds[name]):
-            raise HeartError(f"{path}, row {index}: {name} is {_short(value)}: make it again with `heart compare`")
+            raise HeartError(f"{where}: {name} is {_short(value)}: make it again with `heart compare`")
     for name in ("attention_s", "total_s", "wall_s"):
         if row.get(name, 0.0) < 0:
-            raise HeartError(f"{path}, row {index}: {name} is {row[name]}, below 0: make it again with `heart compare`")
+            raise HeartError(f"{where}: {name} is {row[name]}, below 0: make it again with `heart compare`")
     for name in _FILES:
         if row.get(name) is not None and not inside(folder, row[name]):
-            raise HeartError(f"{path}, row {index}: {name} is {_short(row[name])}, outside the folder: it is not used")
+            raise HeartError(f"{where}: {name} is {_short(row[name])}, outside the folder: it is not used")
 
 
 def inside(folder: Path, name: str) -> bool:

@@ -60,8 +60,8 @@ class Folder:
     def read(self, name: str) -> dict | None:
         """A finished record with its videos still whole, else None; times that were measured again replace its own."""
         record = _load_record(self.path(name))
-        again = self.times_path(name)
-        return record if record is None or not again.is_file() else record | read_json(again)
+        again = None if record is None else _dict_or_none(self.times_path(name))
+        return record if record is None or again is None or _odd(record | again, self.out) else record | again
 
     def times_path(self, name: str) -> Path:
         """Where times of a generation that was repeated for them alone are kept."""
@@ -69,10 +69,11 @@ class Folder:
 
     def put(self, name: str, made: dict[str, Any]) -> None:
         """Write the videos and statistics of a generation, then its record."""
-        write_json(self.out / made["row"]["stats"], made["stats"])
+        row = made["row"]
+        stats = write_json(self.out / row["stats"], made["stats"])
         for path, data in made["files"].items():
             write_atomic(self.out / path, data)
-        write_json(self.path(name), made["row"])
+        write_json(self.path(name), row | {"bytes": row["bytes"] | {row["stats"]: stats.stat().st_size}})
 
     def measured(self, name: str, row: dict, reference: str, setting: Setting) -> dict:
         """The record with every metric that is wanted: those that it lacks are computed from the lossless videos."""
@@ -87,13 +88,34 @@ class Folder:
 
 
 def _load_record(path: Path) -> dict | None:
+    """A record whose fields are what they must be and whose files are whole; anything else counts as absent."""
     try:
-        record = read_json(path)
-        sizes = record["bytes"]
-        whole = all((path.parent.parent / name).stat().st_size == size for name, size in sizes.items())
-        return record if whole and len(sizes) >= 2 else None
-    except (HeartError, OSError, KeyError, TypeError, AttributeError):
+        record, folder = _dict_or_none(path), path.parent.parent
+        if record is None or _odd(record, folder):
+            return None
+        sizes, videos = record["bytes"], {record["video"], record["lossless"]}
+        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+        return record if whole and videos <= set(sizes) and record["stats"] else None
+    except (OSError, KeyError, TypeError, AttributeError, ValueError):
         return None
+
+
+def _odd(record: dict, folder: Path) -> bool:
+    """Whether a field of a record is missing, of another type, out of range, or a path out of the folder."""
+    try:
+        results.check_row(record, "the record", folder, metrics.CONVENTIONS)
+        return False
+    except HeartError:
+        return True
+
+
+def _dict_or_none(path: Path) -> dict | None:
+    """The object in a JSON file; None if it is not there, damaged or of another kind."""
+    try:
+        found = read_json(path)
+    except HeartError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 # ---------------------------------------- all generations

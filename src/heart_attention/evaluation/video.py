@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import HeartError
+from ..files import sweep, temporary_name
 
 SUFFIXES = (".mp4", ".gif", ".webp")  # of videos to look at
 
@@ -79,7 +80,8 @@ def write_animation(path: str | os.PathLike, frames, fps: int = 8) -> Path:
 def _whole(path: Path):
     """A temporary name beside `path` that becomes it if all goes well and is removed if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    sweep(path.parent)
+    temporary = temporary_name(path, path.suffix)
     try:
         yield temporary
         with open(temporary, "rb+") as file:

@@ -62,12 +62,23 @@ def compile_blocks(transformer: Any, **options: Any) -> CompiledBlocks:
     plain = [block for block in blocks_of(transformer) if not is_compiled(block)]
     cache = None
     if plain and os.environ.get(CACHE) in (None, compiler_cache()):
-        cache = os.environ[CACHE] = str(files.cache_dir() / "inductor")
+        cache = _own_cache()
+    if cache is not None:
+        os.environ[CACHE] = cache
     for block in plain:
         block.compile(**options)
     if plain:
         _announce(plain[0], f"{len(plain)} blocks of {type(transformer).__name__}")
     return CompiledBlocks(plain, cache)
+
+
+def _own_cache() -> str | None:
+    """Where compiled code survives the process, a folder that nobody else may write to; None: PyTorch's own place serves."""
+    try:
+        return str(files.own_folder(files.cache_dir() / "inductor"))
+    except (HeartError, OSError) as error:
+        log.warning("compiled blocks are not kept for later: %s", error)
+        return None
 
 
 @contextlib.contextmanager

@@ -49,9 +49,34 @@ def test_a_damaged_record_counts_as_missing_and_is_told(store, harm, caplog):
     assert store.get("x") == {"error": 0.1}
 
 
+OTHER = {**PLAN, "seed": 1, "method": "joint"}
+
+
 def test_the_folder_belongs_to_one_plan(store):
+    store.put("x", 1)
     with pytest.raises(HeartError, match=r"another calibration \(different: method, seed\)"):
-        Store(store.folder, {**PLAN, "seed": 1, "method": "joint"})
+        Store(store.folder, OTHER)
+
+
+@pytest.mark.parametrize("plan", [None, "[]", '{"hash": 1', "{}"])
+def test_a_start_that_failed_does_not_keep_the_folder(store, plan):
+    """Nothing was finished: another plan may have the folder, and the first one may not go on behind its back."""
+    if plan is not None:
+        (store.folder / "plan.json").write_text(plan)
+    other = Store(store.folder, OTHER)
+    assert json.loads((store.folder / "plan.json").read_text())["hash"] == other.hash
+    with other.held():
+        other.put("x", 1)
+    with pytest.raises(HeartError, match="another calibration"), store.held():
+        pass
+    with other.held():  # the lock is free again
+        assert other.get("x") == 1
+
+
+def test_a_folder_somebody_works_in_is_not_taken(store):
+    pytest.importorskip("fcntl")
+    with store.held(), pytest.raises(HeartError, match="another calibration"):
+        Store(store.folder, OTHER)
 
 
 def test_records_without_resume_or_without_a_plan_are_refused(store):

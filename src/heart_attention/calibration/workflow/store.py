@@ -46,8 +46,9 @@ class Store:
         self._claim(resume)
 
     def _claim(self, resume: bool) -> None:
+        """Make the folder this plan's, or raise; a plan that ended before anything was finished gives way."""
         path = self.folder / "plan.json"
-        if not path.exists():
+        if not path.exists() or self._given_up(path):
             if self._leftovers():
                 raise HeartError(
                     f"the work folder {self.folder} has records but no plan: they cannot be trusted, give another folder"
@@ -74,6 +75,18 @@ class Store:
     def _leftovers(self) -> bool:
         return any((self.folder / "records").glob("*.json"))
 
+    def _given_up(self, path: Path) -> bool:
+        """Whether another plan left the folder with nothing finished, and nobody works in it now."""
+        if self._leftovers() or any((self.folder / "trajectories").glob("*.json")):
+            return False
+        try:
+            with locked(self.folder / ".lock", wait=False):
+                return read_json(path).get("hash") != self.hash
+        except OSError:  # somebody holds the lock
+            return False
+        except (HeartError, AttributeError):
+            return True
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Turn what the file system refuses into one sentence."""
@@ -92,6 +105,7 @@ class Store:
             lock = locked(self.folder / ".lock")
             lock.__enter__()
         try:
+            self._claim(resume=True)  # another plan may have taken the folder meanwhile
             yield
         finally:
             lock.__exit__(None, None, None)
