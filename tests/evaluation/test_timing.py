@@ -59,6 +59,30 @@ def test_forwards_are_timed_by_step_and_pauses_are_not():
     assert len(steps) == 2 and all(s > 0 for s in steps) and not module._forward_hooks
 
 
+def test_with_offload_both_ends_of_a_forward_are_taken_on_the_device(monkeypatch):
+    """Weights lie in main memory before the first forward and on the device after it."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            self.at = clock.pop(0)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    clock = [1.0, 41.0]  # milliseconds
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    module = torch.nn.Linear(2, 2)
+    timer = timing.ForwardTimer([module], "cuda:0")
+    module(torch.zeros(1, 2))
+    assert timer.close() == [pytest.approx(0.04)] and clock == []
+
+
 def test_spread_and_interval():
     assert timing.spread([9.0, 1.0, 1.0, 1.0, 1.0]) == 0.0  # the first step is not counted
     assert timing.spread([1.0, 1.0, 2.0, 1.0, 2.0, 2.0, 1.0]) > 0.5

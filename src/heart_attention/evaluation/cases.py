@@ -131,7 +131,7 @@ def device_of(pipe: Any) -> tuple[str, str]:
     """The kind of device that a pipeline runs on, and a short name that tells one such device from another."""
     import torch
 
-    device = torch.device(str(getattr(pipe, "_execution_device", "cpu")))
+    device = generation.device_of(pipe)
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         kind, which = facts.name, str(getattr(facts, "uuid", device.index))

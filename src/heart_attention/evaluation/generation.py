@@ -49,7 +49,7 @@ class _Lane:
 
         self.pipe, self.pause = (pipe, None) if pause is None else (view(pipe), pause)
         self._attachments = lambda: [a for a in map(attachment_of, transformers_of(self.pipe)) if a is not None]
-        self.timer = timing.ForwardTimer(_modules(pipe))
+        self.timer = timing.ForwardTimer(_modules(pipe), device_of(pipe))
         self.seconds, self._began = 0.0, time.perf_counter()
 
     def step_done(self) -> None:
@@ -87,6 +87,13 @@ def _modules(pipe: Any) -> list:
     from ..models.inspect import named_transformers
 
     return [getattr(pipe, name) for name in named_transformers(pipe)]
+
+
+def device_of(pipe: Any) -> Any:
+    """The device that a pipeline computes on; with offload its weights wait elsewhere."""
+    import torch
+
+    return torch.device(str(getattr(pipe, "_execution_device", "cpu")))
 
 
 def generate(
@@ -176,4 +183,4 @@ def takes_turns(pipe: Any, setting: Setting) -> bool:
         return setting.in_turns
     modules = _modules(pipe)
     compiled = any(hasattr(m, "_orig_mod") for m in modules)
-    return not compiled and next(modules[0].parameters()).device.type == "cpu"
+    return not compiled and device_of(pipe).type == "cpu"

@@ -28,7 +28,9 @@ Result = TypeVar("Result")
 class ForwardTimer:
     """Wall time spent inside the denoising model's forwards (the paper's end-to-end latency), in all and by step."""
 
-    def __init__(self, transformers: Iterable) -> None:
+    def __init__(self, transformers: Iterable, device: Any = None) -> None:
+        """`device`: where they compute; None: where their weights are, which offload moves during a forward."""
+        self._device = None if device is None else str(device)
         self._forwards: list[tuple[int, Any, Any]] = []  # step, begin, end
         self._handles = []
         self.step = 0  # whoever knows the steps counts them here
@@ -39,12 +41,15 @@ class ForwardTimer:
 
     def _start(self, module: Any, args: Any) -> None:
         if not self.paused:
-            self._forwards.append((self.step, _now(module), None))
+            self._forwards.append((self.step, self._now(module), None))
 
     def _stop(self, module: Any, args: Any, output: Any) -> None:
         if not self.paused:
             step, begin, _ = self._forwards[-1]
-            self._forwards[-1] = (step, begin, _now(module))
+            self._forwards[-1] = (step, begin, self._now(module))
+
+    def _now(self, module: Any) -> Any:
+        return _moment(self._device or str(next(module.parameters()).device))
 
     def close(self) -> list[float]:
         """Remove the hooks; seconds of each step."""
@@ -57,11 +62,11 @@ class ForwardTimer:
         return [steps[i] for i in sorted(steps)]
 
 
-def _now(module: Any) -> Any:
-    """The present moment on the module's device: an event on CUDA, so that timing adds no synchronisation."""
+def _moment(device: str) -> Any:
+    """The present moment on a device: an event on CUDA, so that timing adds no synchronisation."""
     import torch
 
-    if next(module.parameters()).device.type != "cuda":
+    if not device.startswith("cuda"):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from ray_for_tests import local_cluster
 
 from heart_attention.evaluation import cases, pipelines
@@ -42,6 +44,45 @@ def test_the_control_has_random_weights(tiny_pipe, tmp_path):
 
 def _weight(pipe):
     return {"weight": float(next(pipe.transformer.parameters()).detach().flatten()[0])}
+
+
+class Small(torch.nn.Linear):
+    """A model that can be made again from its config."""
+
+    config, dtype = {}, torch.float32
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    @classmethod
+    def from_config(cls, config):
+        return cls()
+
+
+class Offloaded:
+    """A pipeline whose models wait in main memory; it tells which transformer it was asked to offload."""
+
+    _execution_device, _all_hooks, config = (
+        torch.device("meta"),
+        ["a hook"],
+        SimpleNamespace(_name_or_path="owner/name"),
+    )
+
+    def __init__(self, transformer, seen):
+        self.transformer, self.seen = transformer, seen
+
+    def register_modules(self, transformer):
+        self.transformer = transformer
+
+    def enable_model_cpu_offload(self, device):
+        self.seen.append((self.transformer, device.type))
+
+
+def test_the_control_of_an_offloaded_model_is_offloaded_too():
+    trained, seen = Small(), []
+    with tasks.random_weights(Offloaded(trained, seen)) as control:
+        assert control.transformer is not trained and seen == [(control.transformer, "meta")]
+    assert seen[-1] == (trained, "meta") and trained.weight.device.type == "cpu"
 
 
 def test_a_damaged_record_is_measured_again(tiny_pipe, tmp_path):

@@ -18,6 +18,7 @@ from ...execution.executor import Executor, LocalExecutor, Record, Worker
 from ...files import read_json, write_json
 from .. import pipelines
 from ..cases import Cluster
+from ..generation import device_of
 
 Measure = Callable[..., dict[str, Any]]  # (pipe, text, prompt, **settings) -> plain JSON
 
@@ -69,24 +70,36 @@ def set_up(loader: Callable[[], Any], measures: Mapping[str, Measure]) -> StudyW
 
 @contextlib.contextmanager
 def random_weights(pipe: Any, seed: int = 0) -> Iterator[Any]:
-    """The same pipeline with random weights in its transformer; the trained one waits in main memory meanwhile."""
+    """The same pipeline with random weights in its transformer; the trained one waits in main memory meanwhile.
+
+    Where models are offloaded, the random one is too.
+    """
     import torch
 
     if pipelines.name_of(pipe) in pipelines.TINY:
         yield pipelines.load("tiny-random", device="cpu")
         return
-    trained, device = pipe.transformer, pipe.transformer.device
+    trained, device, offloaded = pipe.transformer, device_of(pipe), bool(getattr(pipe, "_all_hooks", None))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         fresh = type(trained).from_config(trained.config).to(trained.dtype).eval()
     trained.to("cpu")
     try:
         control = copy.copy(pipe)
-        control.register_modules(transformer=fresh.to(device))
+        control.register_modules(transformer=fresh)
+        _to(control, fresh, device, offloaded)
         yield control
     finally:
         fresh.to("cpu")
-        trained.to(device)
+        _to(pipe, trained, device, offloaded)
+
+
+def _to(pipe: Any, transformer: Any, device: Any, offloaded: bool) -> None:
+    """Let a pipeline compute on the device: its transformer goes there, or only when it is needed."""
+    if offloaded:
+        pipe.enable_model_cpu_offload(device=device)
+    else:
+        transformer.to(device)
 
 
 def measured(
