@@ -1,9 +1,13 @@
 """Comparisons: rows, turns, resuming, damaged records, metrics that are asked for later."""
 
+import copy
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from heart_attention import HeartError
 from heart_attention.evaluation import generation, methods, results, run, video
@@ -49,7 +53,7 @@ def test_results_follow_the_schema(finished):
 
 def test_turns_change_nothing_but_times(finished, tiny_pipe):
     out, chosen, setting, made = finished
-    assert made["provenance"]["in_turns"]
+    assert made["provenance"]["in_turns"] and made["provenance"]["fps"] == setting.fps
     before = tiny_pipe.scheduler
     frames, row = run.generate(tiny_pipe, chosen[2], PROMPT, 0, setting)
     assert (frames == video.read(out / made["rows"][2]["lossless"])).all()
@@ -162,6 +166,53 @@ def test_what_changes_a_generation_changes_its_record(finished, tiny_pipe):
     ]
     assert len({name(), *ways}) == 7
     assert name(t=run.Setting("tiny", setting.call, ("vmaf",))) == name()  # metrics are added to a record
+
+
+def test_whatever_of_a_pipeline_changes_a_video_changes_the_record(tiny_pipe):
+    """Another scheduler's setting, a decoder of another precision, adapters: none is in the call."""
+    other = generation.view(tiny_pipe)
+    assert run.fingerprint(other) == run.fingerprint(tiny_pipe)
+    other.scheduler.register_to_config(flow_shift=7.5)
+    coarse = copy.copy(tiny_pipe)
+    coarse.vae = copy.deepcopy(tiny_pipe.vae).to(torch.bfloat16)
+    adapted = copy.copy(tiny_pipe)
+    adapted.transformer = copy.deepcopy(tiny_pipe.transformer)
+    adapted.transformer.lora_A = torch.nn.Linear(2, 2)
+    seen = [json.dumps(run.fingerprint(p), default=str) for p in (tiny_pipe, other, coarse, adapted)]
+    assert len(set(seen)) == 4
+
+
+def test_a_table_of_costs_is_known_by_what_it_says(finished, tmp_path):
+    from heart_attention.files import write_json
+    from heart_attention.online import cost_model
+
+    _, chosen, setting, _ = finished
+    made = cost_model.shipped("cpu-c").to_dict()
+    path = write_json(tmp_path / "costs.json", made)
+    method = dataclasses.replace(chosen[1], config=chosen[1].config.replace(cost_table=str(path)))
+    before = run._identity(method, PROMPT, 0, setting, [])
+    write_json(path, {**made, "margin": 0.5})
+    assert run._identity(method, PROMPT, 0, setting, []) != before
+
+
+@pytest.mark.parametrize("device, turns", [("cpu", True), ("cuda:0", False)])
+def test_methods_take_turns_where_they_compute_on_a_cpu(device, turns):
+    """With offload the weights of a pipeline on a GPU wait in main memory, and nothing takes turns all the same."""
+    pipe = SimpleNamespace(transformer=torch.nn.Linear(1, 1), _execution_device=torch.device(device))
+    assert generation.takes_turns(pipe, run.Setting("m", {})) is turns
+
+
+def test_what_is_named_twice_counts_once(tiny_pipe):
+    """Else an interval would look narrower than it is."""
+    from heart_attention.cli import arguments
+    from heart_attention.evaluation import compare
+
+    plan = compare.planned(tiny_pipe, ["xattention", "dense", "xattention"], ["a cat", "a dog", "a cat"], call={})
+    assert [m.name for m in plan.methods] == ["dense", "xattention"] and plan.prompts == ["a cat", "a dog"]
+    assert arguments.seeds_of(SimpleNamespace(seeds="1,0,1")) == [1, 0] and arguments.words("a, b,a", "--x") == [
+        "a",
+        "b",
+    ]
 
 
 def test_dense_must_come_first(tiny_pipe, small_call, tmp_path):

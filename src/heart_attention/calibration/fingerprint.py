@@ -52,10 +52,25 @@ def values_digest(transformer: Any) -> str | None:
     Numbers are rounded to bfloat16 first, so that a model has one digest in float32 and in bfloat16. None where a weight
     cannot be read: quantised, or not in memory.
     """
+    return _values_digest(_weights(transformer))
+
+
+def adapters(transformer: Any) -> list[Any]:
+    """What LoRA adds to a model: a digest of the adapters' values, and how strongly each of them counts where."""
+    added = [(name, weight) for name, weight in transformer.named_parameters() if "lora_" in name]
+    scales = [
+        [name, sorted(module.scaling.items()), str(getattr(module, "active_adapters", ""))]
+        for name, module in transformer.named_modules()
+        if isinstance(getattr(module, "scaling", None), dict)
+    ]
+    return [_values_digest(added), scales] if added else []
+
+
+def _values_digest(weights: Sequence[tuple[str, Any]]) -> str | None:
     import torch
 
     digest = hashlib.sha256()
-    for name, weight in sorted(_weights(transformer), key=lambda pair: pair[0]):
+    for name, weight in sorted(weights, key=lambda pair: pair[0]):
         if weight.is_meta or not weight.is_floating_point() or getattr(weight, "quant_state", None) is not None:
             return None
         flat = weight.detach().reshape(-1)

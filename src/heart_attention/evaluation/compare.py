@@ -59,9 +59,10 @@ def compare(
         pipe, methods, prompts, call=call, metrics=metrics, calibrations=calibrations, force_sparse=force_sparse,
         model=model, fps=fps, in_turns=in_turns, compile_blocks=compile_blocks,
     )  # fmt: skip
+    seeds = list(dict.fromkeys(seeds))
     with cases.opened(cluster) as executor:
         made = run(
-            pipe, plan.methods, plan.prompts, list(seeds), plan.setting, out, progress, executor=executor, retime=retime
+            pipe, plan.methods, plan.prompts, seeds, plan.setting, out, progress, executor=executor, retime=retime
         )
     tables.write_tables(made, out)
     return made
@@ -92,7 +93,7 @@ def planned(
     """The plan of a comparison from what `compare` is given."""
     model = model or pipelines.name_of(pipe)
     sorted_ = names_of_methods.sort_calibrations(calibrations)
-    wanted = [names_of_methods.DENSE, *(m for m in methods if m != names_of_methods.DENSE)]
+    wanted = list(dict.fromkeys([names_of_methods.DENSE, *methods]))
     names_of_methods.check(wanted, sorted_, model)
     chosen = build_methods(wanted, pipe, model, sorted_, force_sparse)
     setting = Setting(
@@ -128,7 +129,7 @@ def check_metrics(wanted: Sequence[str] | None) -> tuple[str, ...]:
 
 def _prompts(prompts: Sequence[str] | None, model: str) -> list[str]:
     if prompts:
-        return list(prompts)
+        return list(dict.fromkeys(prompts))  # one that counted twice would make intervals look narrower than they are
     if model not in pipelines.TINY:
         raise HeartError(f"no prompts for model {model!r}: give some, as a list of texts")
     from .. import tiny

@@ -225,7 +225,7 @@ def _native(model: str, pipe: Any, quick: bool) -> dict[str, Any]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Prompts from a file, one a line (empty lines and lines that begin with # left out), or a suite's.
+    """Prompts from a file, one a line (empty lines, repeated ones and lines that begin with # left out), or a suite's.
 
     `vbench` is VBench's whole suite of 946 prompts, `vbench:overall_consistency` those of one of its dimensions.
     """
@@ -243,4 +243,4 @@ def read_prompts(path: str) -> list[str]:
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
         raise HeartError(f"{path} holds no prompt: write one a line")
-    return prompts
+    return list(dict.fromkeys(prompts))

@@ -11,17 +11,18 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from .. import __version__, kernels
 from ..errors import HeartError
 from ..execution.executor import Executor
 from ..files import read_json, write_atomic, write_json
+from ..online import cost_model
 from . import cases, metrics, results, timing, video
 from .cases import Case, Progress
-from .generation import Setting, generate, takes_turns
+from .generation import Setting, device_of, generate, takes_turns
 from .methods import DENSE, Method
 
 __all__ = ["Setting", "fingerprint", "generate", "run"]
@@ -35,16 +36,36 @@ def _identity(method: Method, prompt: str, seed: int, setting: Setting, weights:
     parts = [setting.model, weights, setting.call, setting.fps, method.name, method.config.to_dict(), prompt, seed]
     if setting.compile_blocks:
         parts.append("compiled blocks")
+    if method.config.cost_table is not None:  # a file: what it says may change while its name stays
+        parts.append(cost_model.load(method.config.cost_table).digest)
     text = json.dumps([*parts, __version__], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint(pipe: Any) -> list:
-    """What of a pipeline has a say in a video beside the call: its transformers, their precision and device."""
+    """What of a pipeline has a say in a video beside the call: class, parts with weights and precision, scheduler, device.
+
+    The kernels too: they differ in the last bits, and with them the table of costs by which calls run dense.
+    """
     from ..calibration.file import fingerprint as of
+    from ..calibration.fingerprint import adapters
     from ..models.inspect import transformers_of
 
-    return [[of(t), str(getattr(t, "dtype", "")), str(getattr(t, "device", ""))] for t in transformers_of(pipe)]
+    transformers = transformers_of(pipe)
+    known = [[of(t), adapters(t), str(getattr(t, "dtype", ""))] for t in transformers]
+    others = [_part(n, c) for n, c in sorted(pipe.components.items()) if not any(c is t for t in transformers)]
+    serving = [name for name, reasons in kernels.available().items() if not reasons]
+    return [type(pipe).__name__, known, others, str(device_of(pipe)), serving]
+
+
+def _part(name: str, part: Any) -> list:
+    """What of a text encoder, a decoder or a scheduler has a say in a video."""
+    from ..calibration.fingerprint import values_digest
+
+    config = getattr(part, "config", None)
+    plain = {k: v for k, v in dict(config).items() if not k.startswith("_")} if isinstance(config, Mapping) else {}
+    values = values_digest(part) if hasattr(part, "named_parameters") else None
+    return [name, type(part).__name__, values, str(getattr(part, "dtype", "")), plain]
 
 
 class Folder:
@@ -150,7 +171,7 @@ def run(
     rows = [row for case in whole for row in _finish(case, folder)]
     more: dict[str, Any] = {"model": setting.model, "call": setting.call, "seeds": list(seeds)}
     more["configs"] = {m.name: m.config.to_dict() for m in methods}
-    more["in_turns"] = takes_turns(pipe, setting)
+    more["in_turns"], more["fps"] = takes_turns(pipe, setting), setting.fps
     if setting.compile_blocks:
         more["compile_blocks"] = True
     more["devices"] = results.devices(rows)

@@ -96,5 +96,8 @@ def test_objective_weighs_stored_bands_anew(bench, monkeypatch, tmp_path):
     files = ablations.make_objectives(bench)
     assert list(files) == ["3D-FFT", "velocity MSE", "attention output"] and calls == ["spectral", "attention"]
     assert ablations.make_objectives(bench) == files and len(calls) == 2  # finished ones are kept
+    longer = run.Setting("tiny", {**bench.setting.call, "num_inference_steps": 9})
+    for other in (dataclasses.replace(bench, backbone="svg2"), dataclasses.replace(bench, setting=longer)):
+        assert not set(ablations.make_objectives(other).values()) & set(files.values())  # of another kind: made anew
     table = ablations.objective(bench, files)
     assert [e["method"] for e in table["summary"]] == ["dense", *files] and "over the second" in table["finding"]

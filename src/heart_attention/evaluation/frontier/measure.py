@@ -47,7 +47,7 @@ def frontier(
     count = len(plan.prompts) if timed is None else timed
     if count < 0 or velocity_prompts < 0:
         raise HeartError(f"{min(count, velocity_prompts)} prompts cannot be timed or measured: give 0 or more")
-    folder, seeds = Folder(out), list(seeds)
+    folder, seeds = Folder(out), list(dict.fromkeys(seeds))
     whole = cases_of(pipe, plan.methods, plan.prompts, seeds, plan.setting, warm=True)
     to_time = whole[: count * len(seeds)]
     quality = dataclasses.replace(plan.setting, timed=False)

@@ -6,6 +6,8 @@ As in the paper, `policy` and `delta` run with calibrated thresholds and `object
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,9 +191,12 @@ def _point(path: str, bench: Bench) -> dict:
 def make_objectives(bench: Bench) -> dict[str, str]:
     """Calibrations by the paper's protocol with three error measures, in the results folder; finished ones are kept.
 
-    Velocity MSE needs no measurement of its own: the stored band energies are weighted anew.
+    Velocity MSE needs no measurement of its own: the stored band energies are weighted anew. Another model, backbone, size
+    or number of steps has files of its own.
     """
-    files = {name: bench.out / f"objective-{name.replace(' ', '-')}.heart.json" for name in OBJECTIVES}
+    kind = [run.fingerprint(bench.pipe), bench.method("").config.to_dict(), bench.setting.call]
+    key = hashlib.sha256(json.dumps(kind, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    files = {name: bench.out / f"objective-{name.replace(' ', '-')}-{key}.heart.json" for name in OBJECTIVES}
     for name, error in OBJECTIVES.items():
         if error and not files[name].is_file():
             _calibrate(bench, error, files[name])
