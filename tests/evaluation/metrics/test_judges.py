@@ -80,6 +80,23 @@ def test_scores_come_back_into_the_rows(tmp_path):
     assert "no scores for xattention" in made["empty"]["vbench"]
 
 
+def test_a_judges_folder_holds_one_runs_videos(tmp_path):
+    """Names tell prompt and sample only: of another run VBench would judge what is left, and its scores look like ours."""
+    rows = rows_of(tmp_path, ["a cat", "a dog"])
+    folder = judges.export(rows, tmp_path / "out")
+    assert judges.export(rows, folder) == folder  # the same once more
+    with pytest.raises(HeartError, match="holds 'a dog-0.mp4' of another run"):
+        judges.export(rows[:1], folder)
+    write(folder / "dense" / "vbench" / "x" / "r_eval_results.json", RECORDED)
+    with pytest.raises(HeartError, match="are of fewer videos"):
+        judges.export(rows_of(tmp_path, ["a cat", "a dog", "a cow"]), folder)
+    assert judges.attach_scores({"rows": rows}, folder)["rows"][0]["vbench"] > 0
+    (tmp_path / "v.mp4").write_bytes(b"other")
+    for use in (judges.export, lambda rows, folder: judges.attach_scores({"rows": rows}, folder)):
+        with pytest.raises(HeartError, match="is another video than"):
+            use(rows, folder)
+
+
 def test_a_judge_that_was_not_run_is_told(tmp_path):
     rows = rows_of(tmp_path, ["a cat"])
     with pytest.raises(HeartError, match="no judge's scores"):

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -43,20 +45,47 @@ def check_folder(folder: str | Path) -> Path:
     return Path(folder)
 
 
+def file_names(rows: list[dict]) -> list[str]:
+    """The name of each row's video for the judges; VBench counts samples from 0."""
+    seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in rows}))}
+    return [f"{safe_name(row['prompt'])}-{seeds[row['seed']]}{Path(row['video']).suffix}" for row in rows]
+
+
+def _check_same(source: Path, target: Path) -> None:
+    """A judge's folder holds one run's videos: scores of another video of the same name would be taken for this one's."""
+    if source.is_file() and target.is_file() and not filecmp.cmp(source, target, shallow=False):
+        raise HeartError(f"{target} is another video than {source}: give the judges a folder of its own")
+
+
+def _check_alone(folder: Path, prompts: dict[str, str]) -> None:
+    """VBench judges whatever lies there, and what it judged must be all there is."""
+    there = {path.name for path in (folder / VIDEOS).glob("*")}
+    if others := sorted(there - set(prompts)):
+        raise HeartError(f"{folder} holds {others[0]!r} of another run: give the judges a folder of its own")
+    if there < set(prompts) and (folder / "vbench").exists():
+        raise HeartError(
+            f"VBench's scores in {folder} are of fewer videos: remove {folder / 'vbench'} and run it again"
+        )
+
+
 def export(rows: list[dict], folder: str | Path) -> Path:
     """Copy the videos of result rows (each with method, prompt, seed, video) into the layout that judges read."""
     folder = check_folder(folder)
-    seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in rows}))}  # VBench counts from 0
-    listing: dict[str, dict[str, str]] = {}
-    for row in rows:
+    names, listing = file_names(rows), {}  # type: list[str], dict[str, dict[str, str]]
+    for row, name in zip(rows, names):
         source = Path(row["video"])
         if not source.is_file():
             raise HeartError(f"the video {str(source)!r} of method {row['method']!r} is gone: run the comparison again")
-        name = f"{safe_name(row['prompt'])}-{seeds[row['seed']]}{source.suffix}"
-        target = folder / row["method"] / VIDEOS / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        _check_same(source, folder / row["method"] / VIDEOS / name)
         listing.setdefault(row["method"], {})[name] = row["prompt"]
+    for method, prompts in listing.items():
+        _check_alone(folder / method, prompts)
+    for row, name in zip(rows, names):
+        target, part = folder / row["method"] / VIDEOS / name, folder / row["method"] / "part"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.is_file():
+            shutil.copyfile(row["video"], part)
+            os.replace(part, target)
     for method, prompts in listing.items():
         write_json(folder / method / "prompts.json", prompts)
     shutil.copyfile(Path(__file__).with_name(RUNNER), folder / RUNNER)
@@ -88,17 +117,21 @@ def _pairs(data: Any) -> list[tuple[str, Any]]:
     return [(str(e.get("video")), e.get("score")) for e in entries]
 
 
-def attach_scores(results: dict, folder: str | Path) -> dict:
-    """Add `vbench` (a method's score) and `visionreward` (each video's) to the rows from the judges' JSON in `folder`."""
+def attach_scores(results: dict, folder: str | Path, out: str | Path = ".") -> dict:
+    """Add `vbench` (a method's score) and `visionreward` (each video's) to the rows from the judges' JSON in `folder`.
+
+    `out` is the results folder: where the judges' videos still lie in `folder`, they must be the same.
+    """
     results = json.loads(json.dumps(results))
-    seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in results["rows"]}))}
+    names = file_names(results["rows"])
+    for row, name in zip(results["rows"], names):
+        _check_same(Path(out) / row["video"], Path(folder) / row["method"] / VIDEOS / name)
     for method in {row["method"] for row in results["rows"]}:
         scores = vbench.read(Path(folder) / method / "vbench")
         reward = Path(folder) / method / "visionreward.json"
         rewards = read_visionreward(reward) if reward.is_file() else {}
-        for row in results["rows"]:
+        for row, name in zip(results["rows"], names):
             if row["method"] == method:
-                name = f"{safe_name(row['prompt'])}-{seeds[row['seed']]}{Path(row['video']).suffix}"
                 row["vbench"] = scores["total"] if scores else None
                 row["vbench_dimensions"] = {k: v for k, v in (scores or {}).items() if k != "total"}
                 row["visionreward"] = rewards.get(name)
