@@ -35,7 +35,14 @@ def _line(entry: dict) -> str:
     half = f" ± {entry['psnr_ci']:.1f}" if entry["n"] > 1 and entry.get("psnr") is not None else ""
     psnr = "–" if entry.get("psnr") is None else f"{entry['psnr']:.1f} dB{half}"
     density = "–" if entry.get("density") is None else f"{entry['density']:.2f}"
-    return f"| {entry['method']} | {psnr} | {density} | {entry['attention_speedup']:.2f}× | {entry['total_speedup']:.2f}× |"
+    speeds = " | ".join(_speed(entry, key) for key in ("attention", "total"))
+    return f"| {entry['method']} | {psnr} | {density} | {speeds} |"
+
+
+def _speed(entry: dict, key: str) -> str:
+    """A speed-up with its 95 % interval; dense is the measure of both."""
+    spread = tables.spread(entry, key) if entry["method"] != "dense" else ""
+    return f"{entry[f'{key}_speedup']:.2f}×" + (f" ({spread})" if spread else "")
 
 
 def command(made: dict) -> str:

@@ -44,6 +44,17 @@ def test_one_video_has_the_interval_of_its_steps():
     assert 1.5 < low < 2 < high < 2.6
 
 
+def test_how_sure_speed_ups_are_stands_under_the_table():
+    steps = {"steps_s": [1.0, 1.1, 0.9, 1.0, 1.0], "reference_steps_s": [2.0, 2.0, 2.1, 1.9, 2.0]}
+    rows = [row("dense", "a", 10.0), row("m", "a", 5.0, **steps), row("n", "a", 5.0)]
+    results = {"rows": rows, "conventions": {}}
+    summary = tables.summarise(results)
+    (line,) = tables.spread_lines(summary)  # dense is the measure, and one video of n without steps has no interval
+    low, high = summary[1]["attention_speedup_ci"]
+    assert line.startswith(f"m: attention 2.00× ({low:.2f}–{high:.2f}), end to end 2.00× (") and "over steps" in line
+    assert line in tables.markdown(summary, results) and tables.spread(summary[2], "attention") == ""
+
+
 def test_what_reuse_took_off_is_said_in_a_line():
     parts = {"xattention": {"prediction": 3.0, "planning": 1.0}, "xattention+tmr": {"prediction": 0.9, "planning": 0.1}}
     rows = [row("dense", "a", 9.0)]
@@ -103,6 +114,17 @@ def test_every_empty_cell_has_a_reason():
     head, body = tables.cells(summary, results["conventions"])
     empty = [(line[0], c.heading) for line in body for c, cell in zip(head, line) if cell == "–"]
     assert empty and all(heading in " ".join(told) for _, heading in empty)
+
+
+def test_times_that_were_not_measured_are_no_lost_record():
+    rows = [
+        {**row("dense", "a", 2.0), "density": None},
+        row("m", "a", 1.0, 30.0),
+        {**row("n", "a", 9.0), "timed": False},
+    ]
+    results = {"rows": rows, "conventions": {}}
+    told = " ".join(tables.empty_cells(tables.summarise(results), results))
+    assert "Empty for n: attention s, speed-up, end to end s (its times were not measured)." in told
 
 
 def test_the_devices_are_told_by_kind():

@@ -24,7 +24,7 @@ MADE = {
 
 def test_the_table_has_ratios_an_interval_and_its_command():
     text = front_page.table(MADE)
-    assert "| x+joint | 21.0 dB ± 12.7 | 0.50 | 2.00× | 1.00× |" in text
+    assert "| x+joint | 21.0 dB ± 12.7 | 0.50 | 2.00× (2.00–2.00) | 1.00× (1.00–1.00) |" in text
     assert "| dense | – | – | 1.00× | 1.00× |" in text
     assert "`heart compare --limit 2 --steps 25 --methods dense,x+joint`:\n2 videos a method, 2 threads" in text
 

@@ -148,6 +148,28 @@ def _reasons(rows: Sequence[dict]) -> dict[str, int]:
 # ---------------------------------------- as text
 
 
+def spread(entry: dict, key: str) -> str:
+    """The 95 % interval of a method's "attention" or "total" speed-up; empty where one video has too few steps for it."""
+    low, high = entry.get(f"{key}_speedup_ci") or (None, None)
+    known = _number(low) and _number(high) and (low < high or entry.get("n", 1) > 1)
+    return f"{low:.2f}–{high:.2f}" if known else ""
+
+
+def spread_lines(summary: Sequence[dict]) -> list[str]:
+    """How sure the speed-ups are, a line a method."""
+    lines = []
+    for e in summary:
+        known = [
+            f"{what} {e[f'{key}_speedup']:.2f}× ({spread(e, key)})"
+            for key, what in (("attention", "attention"), ("total", "end to end"))
+            if spread(e, key)
+        ]
+        if known and e["method"] != "dense":
+            over = "prompts and seeds" if e["n"] > 1 else "steps"
+            lines.append(f"{e['method']}: {', '.join(known)}; 95 % intervals over {over}")
+    return lines
+
+
 def cells(summary: Sequence[dict], conventions: dict[str, str] | None = None) -> tuple[list[Column], list[list[str]]]:
     """The columns that some method fills, and each method's text cells (the first is its name)."""
     used = [c for c in columns(conventions or {}) if any(_number(e.get(c.key)) for e in summary)]
@@ -179,6 +201,8 @@ def _why_empty(key: str, entry: dict, conventions: dict) -> str:
         return "it is the reference" if key in conventions else "it has no masks"
     if entry.get("dense_share") == 1.0 and key in ("cost", "refresh_rate"):
         return "every call ran dense"
+    if key in ("attention_s", "attention_speedup", "total_s", "total_speedup"):
+        return "its times were not measured"
     return "not in the records: run the comparison again"
 
 
@@ -191,7 +215,7 @@ def _number(value: Any) -> bool:
 
 
 def markdown(summary: Sequence[dict], results: dict | None = None) -> str:
-    """The table as Markdown, with the conventions of its metrics underneath."""
+    """The table as Markdown, with how sure its speed-ups are and the conventions of its metrics underneath."""
     conventions = (results or {}).get("conventions", {})
     head, body = cells(summary, conventions)
     lines = [
@@ -199,6 +223,7 @@ def markdown(summary: Sequence[dict], results: dict | None = None) -> str:
         "|" + "|".join(["---"] + ["---:"] * (len(head) - 1)) + "|",
     ]
     lines += ["| " + " | ".join(row) + " |" for row in body]
+    lines += [f"\n{line}." for line in spread_lines(summary)]
     lines += [f"\n{name}: {text}." for name, text in conventions.items()]
     lines += [f"\n{reason}" for reason in empty_cells(summary, results or {})]
     for line in (devices_line(results), timing.verdict(results.get("rows", []))) if results else ():

@@ -53,7 +53,7 @@ def test_page_is_self_contained_and_escaped(folder):
     assert "<b>red</b>" not in text and "&lt;b&gt;red" in text
     for method in METHODS:
         assert method in text
-    assert "attention 3.00× and the model" in text
+    assert "attention 3.00× (3.00–3.00) and the model" in text
 
 
 def test_the_script_finds_what_it_asks_for(folder):
@@ -138,7 +138,7 @@ def test_the_headline_names_every_heart_the_closest_first():
 
     entry = lambda name, speed, psnr: {  # noqa: E731
         "method": name, "attention_speedup": speed, "total_speedup": 1 + speed / 4, "psnr": psnr, "dense_share": 0.0,
-        "attention_speedup_ci": [speed - 0.1, speed + 0.1],
+        "attention_speedup_ci": [speed - 0.1, speed + 0.1], "total_speedup_ci": [1.2, 1.3],
     }  # fmt: skip
     rows = [
         entry("dense", 1, None),
@@ -152,6 +152,8 @@ def test_the_headline_names_every_heart_the_closest_first():
     assert _headline(rows[:1]) == "Only dense attention was run."
     wholly_dense = [{**e, "dense_share": 1.0} for e in rows]
     assert "Every attention call ran dense" in _headline(wholly_dense)
+    unsure = [{**e, "n": 1, "attention_speedup_ci": [e["attention_speedup"]] * 2} for e in rows]
+    assert "too few steps to tell" in _headline(unsure) and "×" not in _headline(unsure)  # no headline without spread
 
 
 def test_a_busy_machine_what_ran_dense_and_a_strip_are_shown(folder, tmp_path):
@@ -177,6 +179,31 @@ def test_a_busy_machine_what_ran_dense_and_a_strip_are_shown(folder, tmp_path):
         and "data:image/png;base64" in text
     )
     assert "share of query–key pairs computed" in text  # what a column means stands on its heading
+
+
+def test_names_and_what_was_run_are_told(folder, tmp_path):
+    out = tmp_path / "r"
+    shutil.copytree(folder, out)
+    whole = json.loads((out / "results.json").read_text())
+    whole["provenance"] |= {
+        "model": "tiny",
+        "call": {"width": 64, "height": 64, "num_inference_steps": 4},
+        "heart": "1",
+    }
+    for row in whole["rows"]:
+        row["dense_share"] = 1.0 if row["method"] == "xattention" else 0.0
+    for path in (out / "stats").glob("xattention-*.json"):
+        stats = json.loads(path.read_text())
+        stats["records"][0]["dense"] = [[True] * 4] * 2
+        path.write_text(json.dumps(stats))
+    (out / "results.json").write_text(json.dumps(whole))
+    text = report(out).read_text()
+    assert "tiny, 64×64, 4 steps, 2 videos a method, version 1, test." in text
+    assert "<dt>xattention+heart</dt><dd>mask reuse, and thresholds calibrated" in text
+    assert "Not shown: xattention, which ran dense all the time." in text and ">xattention: attention" not in text
+    assert "<summary><b>xattention</b>" not in text and "<summary><b>xattention+heart</b>" in text  # no maps of nothing
+    assert 'class="videos square"' in text and 'class="videos"' in report(folder).read_text()
+    assert "<small>3.00–3.00</small>" in text  # a speed-up with its interval
 
 
 def test_the_old_name_warns(folder):

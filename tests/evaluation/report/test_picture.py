@@ -34,6 +34,24 @@ def test_the_animation_has_every_method_and_frame(folder, ending):
     assert made.n_frames >= 1 and made.size == (3 * 70 - 6, 64 + 24)
 
 
+@pytest.mark.parametrize("told, used", [(16, 16), (None, 8), ("fast", 8)])
+def test_the_animation_has_the_models_frame_rate(folder, told, used, monkeypatch):
+    made = json.loads((folder / "results.json").read_text()) | {"provenance": {"fps": told}}
+    (folder / "results.json").write_text(json.dumps(made))
+    rates = []
+    monkeypatch.setattr(picture.video, "write_animation", lambda out, frames, fps: rates.append(fps))
+    picture.animation(folder, folder / "a.webp", width=32)
+    assert rates == [used]
+
+
+def test_what_ran_dense_all_the_time_is_no_point_of_the_plot(folder):
+    made = json.loads((folder / "results.json").read_text())
+    made["rows"][1]["dense_share"] = 1.0
+    (folder / "results.json").write_text(json.dumps(made))
+    text = picture.front(folder, folder / "p.svg").read_text()
+    assert ">xattention<" not in text and ">xattention+joint<" in text
+
+
 def test_the_plot_stands_alone(folder):
     text = picture.front(folder, folder / "p.svg").read_text()
     assert text.startswith("<svg xmlns=") and "<style>" in text and "xattention+joint" in text

@@ -25,6 +25,17 @@ PARTS = {
     "attention": "sparse attention itself",
     "dense": "attention of calls that ran dense",
 }
+# What stands behind a method's name: after "+", or the whole name.
+NAMES = {
+    "dense": "attention in full, the reference",
+    "heart": "every head at an operating point of its own kind, chosen jointly; masks are reused, what they leave out is "
+    "approximated",
+    "": "as published: a new mask at every sparse step, one threshold for all heads",
+    "tmr": "masks are reused while queries and keys drift little",
+    "ebc": "every head has its own threshold, calibrated by the paper's protocol",
+    "heart of the paper": "mask reuse, and thresholds calibrated by the paper's protocol",
+    "joint": "mask reuse, and thresholds calibrated for all heads together",
+}
 PICTURES = (  # key, title, meaning, lowest, highest value
     ("threshold", "Threshold τ", "share of attention mass that a head must keep", 0.5, 1.0),
     ("density", "Density", "share of query–key pairs computed, mean over sparse steps", 0.0, 1.0),
@@ -91,8 +102,10 @@ def _heads_section(method: str, stats: dict) -> dict | None:
 
         cell = min(40.0, max(14.0, 300 / max(len(row) for row in values)))
         svg = plots.heat_map(values, tip, f"{title} of {method}", "layer", "head", low, high, cell)
-        maps.append({"title": title, "meaning": meaning, "svg": svg})
+        maps.append({"title": title, "meaning": meaning, "svg": svg, "low": low, "high": high})
     rows = [(f"{i}.{j}", states) for i, layer in enumerate(heads["timeline"]) for j, states in enumerate(layer)]
+    if not any(value is not None for row in heads["refresh"] for value in row):
+        return None  # it never ran sparse, and that is said elsewhere
     return {"method": method, "maps": maps, "timeline": plots.timeline(rows, f"refreshes of {method} over the steps")}
 
 
@@ -129,8 +142,11 @@ def _headline(summary: list[dict]) -> str:
 
 
 def _verdict(e: dict) -> str:
+    quality = f", {e['psnr']:.1f} dB PSNR" if e.get("psnr") else ""
     if not math.isfinite(e["attention_speedup"]):
-        return f"{e['method']}: times not measured" + (f", {e['psnr']:.1f} dB PSNR" if e.get("psnr") else "")
+        return f"{e['method']}: times not measured{quality}"
+    if not tables.spread(e, "attention") or not tables.spread(e, "total"):
+        return f"{e['method']}: too few steps to tell how sure its speed is{quality}"
     speeds = " and ".join(
         f"{what} {_speed(e, key)}" for what, key in (("attention", "attention"), ("the model", "total"))
     )
@@ -138,14 +154,16 @@ def _verdict(e: dict) -> str:
 
 
 def _speed(e: dict, key: str) -> str:
-    low, high = e.get(f"{key}_speedup_ci") or (None, None)
-    spread = f" ({low:.2f}–{high:.2f})" if low is not None and high - low > 0.005 else ""
-    return f"{e[f'{key}_speedup']:.2f}×{spread}"
+    spread = tables.spread(e, key)
+    return f"{e[f'{key}_speedup']:.2f}×" + (f" ({spread})" if spread else "")
 
 
 def _scatter(summary: list[dict]) -> str | None:
+    """What ran dense all the time is no point of it: as good as dense at the speed of dense."""
     points = [
-        {"name": e["method"], "x": e["attention_speedup"], "y": e["psnr"]} for e in summary if e.get("psnr") is not None
+        {"name": e["method"], "x": e["attention_speedup"], "y": e["psnr"]}
+        for e in summary
+        if e.get("psnr") is not None and e.get("dense_share") != 1
     ]
     label = "speed against quality"
     return plots.scatter(points, "attention speed-up over dense", "PSNR dB", label) if points else None
@@ -174,6 +192,16 @@ def _interval_note(entry: dict) -> str:
     return f"{count}; 95 % intervals {how}: attention {_speed(entry, 'attention')}, end to end {_speed(entry, 'total')}"
 
 
+def _with_spreads(texts: list[str], head: list[tables.Column], entry: dict) -> list[tuple[str, str]]:
+    """A row's cells, speed-ups with their intervals."""
+    keys = {"attention_speedup": "attention", "total_speedup": "total"}
+    told = entry["method"] != "dense"
+    return [
+        (text, tables.spread(entry, keys[column.key]) if told and column.key in keys else "")
+        for text, column in zip(texts, head)
+    ]
+
+
 def _ran_dense(summary: list[dict]) -> list[dict]:
     """What ran dense in the methods that are not dense, and why."""
     return [
@@ -186,6 +214,44 @@ def _ran_dense(summary: list[dict]) -> list[dict]:
 # ---------------------------------------- the page
 
 
+def _what(results: dict) -> str:
+    """What was run, in a line: model, size, steps, videos, version, machine, day."""
+    facts, call = results["provenance"], _call(results)
+    size = f"{call['width']}×{call['height']}" if {"width", "height"} <= call.keys() else ""
+    counted = [
+        f"{call[key]} {name}"
+        for key, name in (("num_frames", "frames"), ("num_inference_steps", "steps"))
+        if key in call
+    ]
+    cases = len({(row["prompt"], row["seed"]) for row in results["rows"]})
+    version = f"version {facts['heart']}" if "heart" in facts else ""
+    more = [facts.get("gpu") or facts.get("machine", ""), str(facts.get("date", ""))[:10]]
+    parts = [facts.get("model", ""), size, *counted, f"{cases} video{'s' * (cases > 1)} a method", version, *more]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _call(results: dict) -> dict:
+    call = results["provenance"].get("call")
+    return call if isinstance(call, dict) else {}
+
+
+def _is_wide(results: dict) -> bool:
+    """Whether the videos are much wider than high; then two beside each other are too small on a phone."""
+    width, height = (_call(results).get(key) for key in ("width", "height"))
+    return not (isinstance(width, int | float) and isinstance(height, int | float) and width <= 1.3 * height)
+
+
+def _names(methods: list[str]) -> list[tuple[str, str]]:
+    """What the methods' names mean, as far as they are made of known parts."""
+    known = []
+    for method in methods:
+        backbone, plus, part = method.partition("@")[0].partition("+")
+        key = {"heart": "heart of the paper"}.get(part, part) if plus else backbone if backbone in NAMES else ""
+        if key in NAMES and backbone.isidentifier() and backbone.islower():
+            known.append((method, NAMES[key]))
+    return known
+
+
 def context(folder: str | Path) -> dict[str, Any]:
     """Everything the template shows."""
     folder = Path(folder)
@@ -196,12 +262,15 @@ def context(folder: str | Path) -> dict[str, Any]:
     plain, folded = _provenance(results["provenance"])
     return {
         "headline": _headline(summary),
+        "what": _what(results),
+        "names": _names([e["method"] for e in summary]),
+        "wide": _is_wide(results),
         "doubt": timing.verdict(results["rows"]) or timing.untimed(results["rows"]),
         "front": _front(results),
         "cases": cases,
         "left_out": left_out,
         "head": head,
-        "body": body,
+        "body": [_with_spreads(*row) for row in zip(body, [head] * len(body), summary)],
         "empty": tables.empty_cells(summary, results),
         "devices": tables.devices_line(results),
         "intervals": [_interval_note(e) for e in summary],
@@ -210,6 +279,7 @@ def context(folder: str | Path) -> dict[str, Any]:
         "bars": _bars(summary),
         "parts": PARTS,
         "ran_dense": _ran_dense(summary),
+        "wholly_dense": [e["method"] for e in summary if e.get("dense_share") == 1 and e["method"] != "dense"],
         "sections": _sections(results, folder),
         "provenance": plain,
         "folded": folded,

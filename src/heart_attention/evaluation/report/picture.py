@@ -20,16 +20,20 @@ svg { background: #fff } .label { font: 11px system-ui, sans-serif; fill: #66666
 """
 
 
+SLOW = 8  # frames a second where a results folder does not tell
+
+
 def animation(folder: str | Path, out: str | Path, width: int = 200) -> Path:
     """The first prompt's videos side by side, names above them, as an animated GIF or WebP."""
     folder, out = Path(folder), Path(out)
     if out.suffix.lower() not in (".gif", ".webp"):
         raise HeartError(f"an animation cannot be written to {str(out)!r}: give a name that ends in .gif or .webp")
-    rows = files.load(folder)["rows"]
+    results = files.load(folder)
+    rows, fps = results["rows"], results["provenance"].get("fps")
     case = [r for r in rows if (r["prompt"], r["seed"]) == (rows[0]["prompt"], rows[0]["seed"])]
     clips = [(_caption(r), video.read(folder / r.get("lossless", "?"))) for r in case]
     frames = [_side_by_side([(text, clip[i]) for text, clip in clips], width) for i in range(len(clips[0][1]))]
-    return video.write_animation(out, np.stack(frames), 8)
+    return video.write_animation(out, np.stack(frames), fps if isinstance(fps, int) and 0 < fps <= 100 else SLOW)
 
 
 def _caption(row: dict) -> str:
@@ -54,10 +58,12 @@ def front(folder: str | Path, out: str | Path) -> Path:
         raise HeartError(f"the plot cannot be written to {str(out)!r}: give a name that ends in .svg")
     summary = tables.summarise(files.load(folder))
     points: list[dict[str, Any]] = [
-        {"name": e["method"], "x": e["attention_speedup"], "y": e["psnr"]} for e in summary if e.get("psnr") is not None
+        {"name": e["method"], "x": e["attention_speedup"], "y": e["psnr"]}
+        for e in summary
+        if e.get("psnr") is not None and e.get("dense_share") != 1
     ]
     if not points:
-        raise HeartError(f"{folder} has no method with a PSNR: compare one with dense first")
+        raise HeartError(f"{folder} has no sparse method with a PSNR: compare one with dense first")
     drawn = plots.scatter(points, "attention speed-up over dense", "PSNR dB", "speed against quality")
     opened = drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return write_atomic(out, opened.replace(">", f"><style>{STYLE}</style>", 1))
