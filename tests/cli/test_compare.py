@@ -66,6 +66,8 @@ def test_scores_reach_results_table_and_report(compared, capsys):
     (["--methods", "svg2", "--calibration", str(JOINT)], "not among the methods"),
     (["--methods", "xattention+heart", "--model", "owner/name", "--prompts", "p.txt", "--calibration", str(JOINT)], "+joint"),
     (["--scores", "nowhere"], "there is no folder"),
+    (["--docs", "nowhere.md"], "there is no page 'nowhere.md'"),
+    (["--docs", "p.txt"], "the page has no lines '<!-- figures: made by heart compare -->'"),
     (["--prompts", "p.txt", "--model", "empty"], "model_index.json"),
     (["--out", "p.txt"], "which is a file"),
 ])  # fmt: skip

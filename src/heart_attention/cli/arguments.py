@@ -102,10 +102,14 @@ def add_docs(parser: Any) -> None:
     parser.add_argument("--docs", metavar="PAGE.md", help="also fill that page (docs/reproduction.md of a checkout)")
 
 
-def check_docs(args: argparse.Namespace) -> None:
-    """The page must be there before the work begins."""
+def check_docs(args: argparse.Namespace, part: str) -> None:
+    """The page must be there, with the marks of the part that is filled, before the work begins."""
+    from ..evaluation.studies import reproduction
+
     if args.docs and not Path(args.docs).is_file():
         raise HeartError(f"there is no page {args.docs!r} to fill: give docs/reproduction.md of a checkout")
+    if args.docs:
+        reproduction.check_page(args.docs, part)
 
 
 def add_json(parser: Any, what: str = "the result") -> None:
@@ -142,9 +146,14 @@ def numbers(text: str, name: str, kind: Callable[[str], Any] = float) -> list[An
     return found
 
 
+def seeds_of(args: argparse.Namespace) -> list[int]:
+    """The seeds that the user named; each counts once."""
+    return list(dict.fromkeys(numbers(args.seeds, "--seeds", int)))
+
+
 def words(text: str, name: str) -> list[str]:
-    """Words that are separated by commas, at least one."""
+    """Words that are separated by commas, at least one; each counts once."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise HeartError(f"{name} is {text!r}: write names separated by commas")
-    return found
+    return list(dict.fromkeys(found))

@@ -19,10 +19,11 @@ from .arguments import (
     add_retime,
     add_size,
     announce_compile,
+    check_docs,
     check_folder,
     check_generation,
     cluster_of,
-    numbers,
+    seeds_of,
     words,
 )
 
@@ -95,9 +96,10 @@ def run_compare(args: argparse.Namespace) -> int:
 
     check_generation(args)
     check_folder(args.out, "--out")
+    check_docs(args, "compare")
     announce_compile(args)
     wanted, prompts = words(args.methods, "--methods"), read_prompts(args, "demo", 8)
-    seeds = numbers(args.seeds, "--seeds", int)
+    seeds = seeds_of(args)
     names = compare.check_metrics(words(args.metrics, "--metrics") if args.metrics else None)
     methods.check(wanted, methods.sort_calibrations(args.calibration), args.model)
     if args.scores and not Path(args.scores).is_dir():
@@ -117,7 +119,7 @@ def run_compare(args: argparse.Namespace) -> int:
         )  # fmt: skip
     lines = _lay_out(made, args) if args.judges else []
     if args.scores:
-        made = judges.attach_scores(made, args.scores)
+        made = judges.attach_scores(made, args.scores, args.out)
         results.save(made, args.out)
     show(made, args, lines)
     return 0
@@ -144,7 +146,8 @@ def show(made: dict, args: argparse.Namespace, lines: list[str]) -> None:
     if args.json:
         print(json.dumps(tables.finite(summary), indent=1))
         return
-    print(tables.text_table(summary, made["conventions"]), "", *tables.reuse_lines(made), sep="\n")
+    print(tables.text_table(summary, made["conventions"]), "", sep="\n")
+    print(*tables.spread_lines(summary), *tables.reuse_lines(made), sep="\n")
     for sentence in (
         *tables.empty_cells(summary, made),
         timing.verdict(made["rows"]),

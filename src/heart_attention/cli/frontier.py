@@ -6,7 +6,7 @@ import argparse
 import json
 
 from ..errors import HeartError
-from .arguments import add_cluster, add_command, add_device, check_folder, check_generation, cluster_of, numbers, words
+from .arguments import add_cluster, add_command, add_device, check_folder, check_generation, cluster_of, seeds_of, words
 from .compare import add_run_arguments, read_prompts
 
 METHODS = "xattention@0.7,xattention@0.8,xattention@0.9,svg2@0.7,svg2@0.8,svg2@0.9"
@@ -58,7 +58,7 @@ def run_frontier(args: argparse.Namespace) -> int:
     if args.plot:
         plot.check_suffix(args.plot)
     wanted, prompts = words(args.methods, "--methods"), read_prompts(args, "demo", 8)
-    seeds = numbers(args.seeds, "--seeds", int)
+    seeds = seeds_of(args)
     names = compare.check_metrics(words(args.metrics, "--metrics") if args.metrics else None)
     methods.check(wanted, methods.sort_calibrations(args.calibration), args.model)
     cluster = cluster_of(args)
@@ -90,12 +90,18 @@ def _show(made: dict, args: argparse.Namespace, files: list[str]) -> None:
     if args.json:
         print(json.dumps(made["frontier"], indent=1))
         return
-    print(tables.text_table(tables.summarise(made), made["conventions"]), "")
+    summary = tables.summarise(made)
+    print(tables.text_table(summary, made["conventions"]), "", *tables.spread_lines(summary), sep="\n")
     ahead = [e["method"] for e in made["frontier"]["methods"] if e["front_attention"]]
     if ahead:
         print("unbeaten in attention time and PSNR: " + ", ".join(ahead))
     print(*front.lines(made["frontier"]["comparisons"]), sep="\n")
-    for sentence in (timing.verdict(made["rows"]), timing.untimed(made["rows"]), tables.devices_line(made)):
+    for sentence in (
+        *tables.empty_cells(summary, made),
+        timing.verdict(made["rows"]),
+        timing.untimed(made["rows"]),
+        tables.devices_line(made),
+    ):
         if sentence:
             print(sentence)
     print("written: " + ", ".join([*files, f"{args.out}/frontier.json"]))

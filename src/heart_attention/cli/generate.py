@@ -118,8 +118,9 @@ def run_demo(args: argparse.Namespace) -> int:
         print(json.dumps(tables.finite(summary), indent=1))
         return 0
     print(
-        tables.text_table(summary, made["conventions"]), "", *tables.reuse_lines(made), _explain(call, made), sep="\n"
-    )
+        tables.text_table(summary, made["conventions"]), "", *tables.spread_lines(summary), *tables.reuse_lines(made),
+        *tables.empty_cells(summary, made), _explain(call, made), sep="\n",
+    )  # fmt: skip
     if doubt := timing.verdict(made["rows"]):
         print(doubt)
     print(f"\nreport: {page}\nresults: {Path(args.out) / 'results.json'}")

@@ -20,6 +20,7 @@ from .arguments import (
     check_generation,
     cluster_of,
     numbers,
+    seeds_of,
 )
 from .compare import add_run_arguments, read_prompts
 
@@ -58,11 +59,11 @@ def register(commands) -> None:
     add_docs(study)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, part: str) -> None:
     """What can be told before the work is told then."""
     check_generation(args)
     check_folder(args.out, "--out")
-    check_docs(args)
+    check_docs(args, part)
 
 
 def run_ablate(args: argparse.Namespace) -> int:
@@ -71,10 +72,10 @@ def run_ablate(args: argparse.Namespace) -> int:
     from ..evaluation.studies import ablations
     from .progress import Steps
 
-    _check(args)
+    _check(args, "ablations")
     objectives = _objectives(args.objectives) if args.objectives else {}
     deltas = numbers(args.deltas, "--deltas") if args.deltas else None
-    prompts, seeds = read_prompts(args, "demo", 8), numbers(args.seeds, "--seeds", int)
+    prompts, seeds = read_prompts(args, "demo", 8), seeds_of(args)
     calibrations = methods.sort_calibrations(args.calibration)
     methods.check([f"{args.backbone}+heart"], calibrations, args.model)
     wanted, left_out = ablations.choose(args.which, args.model, bool(objectives))
@@ -130,7 +131,7 @@ def run_study(args: argparse.Namespace) -> int:
     from ..evaluation import pipelines
     from ..evaluation.studies import runner
 
-    _check(args)
+    _check(args, "studies")
     embedded, cluster = args.model in pipelines.TINY, cluster_of(args)
     prompts = read_prompts(args, "demo", 2)
     pipe = pipelines.load(args.model, args.dtype, args.device)

@@ -17,6 +17,7 @@ from .frequency import PAPER_MORE
 STUDIES_MARKS = ("<!-- figures: made by heart study all -->", "<!-- /figures of studies -->")
 COMPARED_MARKS = ("<!-- figures: made by heart compare -->", "<!-- /figures of compare -->")
 ABLATIONS_MARKS = ("<!-- figures: made by heart ablate all -->", "<!-- /figures of ablations -->")
+MARKS = {"studies": STUDIES_MARKS, "ablations": ABLATIONS_MARKS, "compare": COMPARED_MARKS}
 
 
 def _f(value, digits: int = 3) -> str:
@@ -136,12 +137,22 @@ def _findings(folder: Path) -> dict[str, dict]:
     return {n: read_json(folder / f"{n}.json") for n in STUDIES if (folder / f"{n}.json").is_file()}
 
 
+def check_page(page: str | Path, part: str) -> None:
+    """Raise unless the page has the marks between which "studies", "ablations" or "compare" stands."""
+    _check_marks(Path(page).read_text(encoding="utf-8", errors="replace"), MARKS[part])
+
+
+def _check_marks(text: str, marks: tuple[str, str]) -> None:
+    start, end = marks
+    if start not in text or end not in text.partition(start)[2]:
+        raise HeartError(f"the page has no lines {start!r} and {end!r}: put them where the figures shall stand")
+
+
 def _between(text: str, marks: tuple[str, str], body: list[str]) -> str:
     """The text with what stands between two marks replaced; unchanged if there is nothing to put there."""
     start, end = marks
     if not body:
         return text
-    if start not in text or end not in text:
-        raise HeartError(f"the page has no lines {start!r} and {end!r}: put them where the figures shall stand")
+    _check_marks(text, marks)
     before, _, rest = text.partition(start)
     return f"{before}{start}\n\n" + "\n".join(body) + f"\n{end}{rest.partition(end)[2]}"
