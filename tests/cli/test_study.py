@@ -16,7 +16,8 @@ def test_an_ablation_is_printed_and_put_into_the_page(tmp_path, capsys):
     page.write_text(MARKS)
     words = ["ablate", "policy", *SMALL, "--steps", "8", "--calibration", paper_calibration(tmp_path / "c.heart.json")]
     assert main.main([*words, "--out", str(tmp_path / "a"), "--docs", str(page)]) == 0
-    assert "best is" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "best is" in said and "made on 1 × " in said and "Empty for dense: PSNR dB" in said
     text = page.read_text()
     assert "### policy" in text and "between" in text and text.rstrip().endswith("end")
 

@@ -116,6 +116,19 @@ def test_every_empty_cell_has_a_reason():
     assert empty and all(heading in " ".join(told) for _, heading in empty)
 
 
+def test_what_must_be_known_of_a_table_is_told_whole():
+    rows = [
+        row("dense", "a", 4.0, spread=0.9),
+        row("m", "a", 2.0, 30.0),
+        row("dense", "b", 4.0),
+        row("m", "b", 2.5, 30.0),
+    ]
+    results = {"rows": rows, "conventions": {"psnr": ""}, "provenance": {"devices": {"A": 1}}}
+    spread, empty, doubt, devices = tables.notes(tables.summarise(results), results)
+    assert spread.startswith("m: attention 1.79× (") and empty.startswith("Empty for dense: PSNR dB")
+    assert doubt.startswith("times cannot be trusted") and devices.startswith("made on 1 × A")
+
+
 def test_times_that_were_not_measured_are_no_lost_record():
     rows = [
         {**row("dense", "a", 2.0), "density": None},

@@ -136,7 +136,7 @@ def _lay_out(made: dict, args: argparse.Namespace) -> list[str]:
 
 def show(made: dict, args: argparse.Namespace, lines: list[str]) -> None:
     """Print the table with what must be known about it, and where everything is."""
-    from ..evaluation import tables, timing
+    from ..evaluation import tables
 
     summary = tables.write_tables(made, args.out)
     if args.docs:
@@ -146,15 +146,6 @@ def show(made: dict, args: argparse.Namespace, lines: list[str]) -> None:
     if args.json:
         print(json.dumps(tables.finite(summary), indent=1))
         return
-    print(tables.text_table(summary, made["conventions"]), "", sep="\n")
-    print(*tables.spread_lines(summary), *tables.reuse_lines(made), sep="\n")
-    for sentence in (
-        *tables.empty_cells(summary, made),
-        timing.verdict(made["rows"]),
-        tables.devices_line(made),
-        *lines,
-    ):
-        if sentence:
-            print(sentence)
-    print(tables.overhead_line(made))
+    print(tables.text_table(summary, made["conventions"]), "", *tables.reuse_lines(made), sep="\n")
+    print(*tables.notes(summary, made), *lines, tables.overhead_line(made), sep="\n")
     print(f"results, tables and videos: {args.out} (`heart report {args.out}` makes a page of it)")

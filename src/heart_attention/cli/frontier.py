@@ -84,24 +84,17 @@ def _check_counts(args: argparse.Namespace) -> None:
 
 
 def _show(made: dict, args: argparse.Namespace, files: list[str]) -> None:
-    from ..evaluation import tables, timing
+    from ..evaluation import tables
     from ..evaluation.frontier import front
 
     if args.json:
         print(json.dumps(made["frontier"], indent=1))
         return
     summary = tables.summarise(made)
-    print(tables.text_table(summary, made["conventions"]), "", *tables.spread_lines(summary), sep="\n")
+    print(tables.text_table(summary, made["conventions"]), "")
     ahead = [e["method"] for e in made["frontier"]["methods"] if e["front_attention"]]
     if ahead:
         print("unbeaten in attention time and PSNR: " + ", ".join(ahead))
     print(*front.lines(made["frontier"]["comparisons"]), sep="\n")
-    for sentence in (
-        *tables.empty_cells(summary, made),
-        timing.verdict(made["rows"]),
-        timing.untimed(made["rows"]),
-        tables.devices_line(made),
-    ):
-        if sentence:
-            print(sentence)
+    print(*tables.notes(summary, made), sep="\n")
     print("written: " + ", ".join([*files, f"{args.out}/frontier.json"]))

@@ -96,7 +96,7 @@ def _demo_plan(args: argparse.Namespace) -> tuple[list[str], int]:
 
 def run_demo(args: argparse.Namespace) -> int:
     """The shipped methods on the embedded model: table, report, results, videos."""
-    from ..evaluation import methods, pipelines, tables, timing
+    from ..evaluation import methods, pipelines, tables
     from ..evaluation.compare import compare
     from ..evaluation.report import report
 
@@ -118,11 +118,9 @@ def run_demo(args: argparse.Namespace) -> int:
         print(json.dumps(tables.finite(summary), indent=1))
         return 0
     print(
-        tables.text_table(summary, made["conventions"]), "", *tables.spread_lines(summary), *tables.reuse_lines(made),
-        *tables.empty_cells(summary, made), _explain(call, made), sep="\n",
+        tables.text_table(summary, made["conventions"]), "", *tables.reuse_lines(made), *tables.notes(summary, made),
+        _explain(call, made), sep="\n",
     )  # fmt: skip
-    if doubt := timing.verdict(made["rows"]):
-        print(doubt)
     print(f"\nreport: {page}\nresults: {Path(args.out) / 'results.json'}")
     return 0
 

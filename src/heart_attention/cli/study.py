@@ -106,6 +106,7 @@ def run_ablate(args: argparse.Namespace) -> int:
         return 0
     for name, table in made.items():
         print(f"\n{name}\n{tables.text_table(table['summary'], setting_conventions(setting))}\n{table['finding']}")
+        print(*tables.notes(table["summary"], table["results"]), sep="\n")
     for name, reason in left_out.items():
         print(f"\nleft out: {name}, {reason}")
     print(f"\ntables and videos: {args.out}")

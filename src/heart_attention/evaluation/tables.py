@@ -278,6 +278,13 @@ def devices_line(results: dict) -> str:
     return f"made on {listed}; a speed-up is always over dense on the same device"
 
 
+def notes(summary: Sequence[dict], results: dict) -> list[str]:
+    """What must be known of a table, a sentence each: spreads, empty cells, doubts about times, devices."""
+    rows = results["rows"]
+    doubts = (timing.verdict(rows), timing.untimed(rows), devices_line(results))
+    return [*spread_lines(summary), *empty_cells(summary, results), *(text for text in doubts if text)]
+
+
 def write_tables(results: dict, out: str | Path) -> list[dict]:
     """`table.md`, `table.csv` and `table.json` beside the results; returns the summary."""
     summary = summarise(results)
