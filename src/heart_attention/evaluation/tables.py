@@ -150,9 +150,11 @@ def _reasons(rows: Sequence[dict]) -> dict[str, int]:
 
 def spread(entry: dict, key: str) -> str:
     """The 95 % interval of a method's "attention" or "total" speed-up; empty where one video has too few steps for it."""
-    low, high = entry.get(f"{key}_speedup_ci") or (None, None)
-    known = _number(low) and _number(high) and (low < high or entry.get("n", 1) > 1)
-    return f"{low:.2f}–{high:.2f}" if known else ""
+    ends = entry.get(f"{key}_speedup_ci") or ()
+    if not ends or not all(_number(end) for end in ends):
+        return ""
+    low, high = ends
+    return f"{low:.2f}–{high:.2f}" if low < high or entry.get("n", 1) > 1 else ""
 
 
 def spread_lines(summary: Sequence[dict]) -> list[str]:
