@@ -104,12 +104,13 @@ def add_docs(parser: Any) -> None:
 
 def check_docs(args: argparse.Namespace, part: str) -> None:
     """The page must be there, with the marks of the part that is filled, before the work begins."""
+    if not args.docs:
+        return
+    if not Path(args.docs).is_file():
+        raise HeartError(f"there is no page {args.docs!r} to fill: give docs/reproduction.md of a checkout")
     from ..evaluation.studies import reproduction
 
-    if args.docs and not Path(args.docs).is_file():
-        raise HeartError(f"there is no page {args.docs!r} to fill: give docs/reproduction.md of a checkout")
-    if args.docs:
-        reproduction.check_page(args.docs, part)
+    reproduction.check_page(args.docs, part)
 
 
 def add_json(parser: Any, what: str = "the result") -> None:
