@@ -85,7 +85,7 @@ def compile_case(case: Case, target: str) -> Usage:
     compiled = compiled_case(case, target)
     seconds = round(time.perf_counter() - start, 1)
     constants, launch = {**case.constants, **case.per_target(target)}, case.launch(target)
-    registers, spills = _amd_usage(compiled) if target.startswith("gfx") else _nvidia_usage(compiled, target)
+    registers, spills = _amd_usage(compiled) if target.startswith("gfx") else nvidia_usage(compiled, target)
     tile = " × ".join(str(constants[key]) for key in ("BLOCK_M", "BLOCK_N") if key in constants)
     loop = None
     if case.what == "attention" and case.dtype != "fp32" and not target.startswith("gfx"):
@@ -129,7 +129,7 @@ def tools() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def _nvidia_usage(compiled: Any, target: str) -> tuple[int, int]:
+def nvidia_usage(compiled: Any, target: str) -> tuple[int, int]:
     """Registers a thread and spilled bytes, from the cubin; the assembler is asked again only if a stack is used."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")

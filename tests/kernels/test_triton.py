@@ -30,7 +30,8 @@ def evidence():
 def test_the_page_says_what_the_command_would_write():
     """Prose and the table of kernels; figures come from the compiler and stand as they were measured."""
     module, page = evidence(), (HERE.parents[1] / "docs" / "gpu-evidence.md").read_text()
-    parts = (module.INTRODUCTION, module.serving_table(), module.WAITING, module.CUDNN, module.LOOPS, module.CLOSING)
+    parts = (module.INTRODUCTION, module.serving_table(), module.WAITING, module.CUDNN, module.LOOPS, module.BLOCKS)
+    parts += (module.CLOSING,)
     for part in parts:
         assert part.strip() in page, f"{part.strip()[:60]}…: write docs/gpu-evidence.md anew"
 
@@ -179,3 +180,16 @@ def test_prediction_on_the_gpu(dtype):
     for h in range(4):
         want = kmeans.lloyd(q[0, h].float(), q[0, h, :30].float(), 1)
         assert (found.labels[0, h].cpu() != want.labels).float().mean() <= 0.002  # ties beyond the bits kept
+
+
+@pytest.mark.slow
+@needs_triton
+def test_what_the_compiler_writes_for_blocks_becomes_machine_code():
+    """Norms, RoPE and modulation fused around one call of ours, without spills."""
+    module = evidence()
+    rows = module.compile_blocks(lambda line: None)
+    assert [row["target"] for row in rows] == ["sm_80", "sm_90"] and not any("error" in row for row in rows), rows
+    for row in rows:
+        assert row["attention"] == 1 and row["products"] == 10 and row["launches"] == len(row["kernels"]) >= 4
+        assert all(kernel["registers"] > 16 and kernel["spills"] == 0 for kernel in row["kernels"])
+    assert all(f"| {row['target']} | {row['launches']} | 10 | 1 |" in module.blocks_table(rows) for row in rows)
