@@ -121,13 +121,24 @@ def test_a_reader_that_goes_away_is_no_error():
     assert process.stderr.read() == b"" and process.wait() == 0
 
 
-@pytest.mark.parametrize("spin, found", [("5000", "5000"), ("", None), ("much", None), ("-1", None)])
-def test_spin_reaches_libgomp_before_torch_is_loaded(spin, found):
-    """libgomp reads GOMP_SPINCOUNT once, when torch loads it."""
+@pytest.mark.parametrize(
+    "said, found",
+    [
+        ({}, "1000"),
+        ({"HEART_SPIN": "5000"}, "5000"),
+        ({"HEART_SPIN": "much"}, "1000"),
+        ({"HEART_SPIN": "-1"}, "1000"),
+        ({"HEART_SPIN": "5000", "GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "passive"}, "None"),
+    ],
+)
+def test_spin_reaches_libgomp_before_torch_is_loaded(said, found):
+    """libgomp reads GOMP_SPINCOUNT once, when torch loads it; what the user said of it stands above ours."""
     code = (
         "import os, sys\nfrom heart_attention.cli import main\n"
         "assert 'torch' not in sys.modules\nmain._set_spin()\nprint(os.environ.get('GOMP_SPINCOUNT'))"
     )
-    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | {"HEART_SPIN": spin}
+    ours = ("GOMP_SPINCOUNT", "HEART_SPIN", "OMP_WAIT_POLICY")
+    env = {k: v for k, v in os.environ.items() if k not in ours} | said
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == str(found), done.stderr
+    assert done.stdout.strip() == found, done.stderr

@@ -45,11 +45,16 @@ def _load_plugins(argv: list[str] | None) -> None:
     plugins.load(early.parse_known_args(argv)[0].plugin)
 
 
+SPIN = (
+    "1000"  # costs nothing on a quiet machine, and beside a busy neighbour takes a third off (docs/troubleshooting.md)
+)
+
+
 def _set_spin() -> None:
-    """Hand `$HEART_SPIN` to libgomp, which reads it once, when torch loads it: how long idle threads spin for work."""
+    """Tell libgomp how long idle threads spin for work, unless the user did; it reads that once, when torch loads it."""
     spin = os.environ.get("HEART_SPIN", "")
-    if spin.isascii() and spin.isdigit():
-        os.environ.setdefault("GOMP_SPINCOUNT", spin)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", spin if spin.isascii() and spin.isdigit() else SPIN)
 
 
 def main(argv: list[str] | None = None) -> int:
