@@ -130,6 +130,7 @@ def test_a_reader_that_goes_away_is_no_error():
         ({"HEART_SPIN": "-1"}, "1000"),
         ({"HEART_SPIN": "5000", "GOMP_SPINCOUNT": "7"}, "7"),
         ({"OMP_WAIT_POLICY": "passive"}, "None"),
+        ({"HEART_SPIN": "5000", "OMP_WAIT_POLICY": "passive"}, "5000"),
     ],
 )
 def test_spin_reaches_libgomp_before_torch_is_loaded(said, found):

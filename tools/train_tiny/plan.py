@@ -63,7 +63,7 @@ PLAN = (
     Phase(14150, (2.5e-3, 2.5e-3), GROWN_MIX, data.LIT, ALL_NOISE),
     Phase(14750, (2.5e-3, 1e-4), LAST_MIX, data.LIT, ALL_NOISE),
 )
-# From the packaged weights, deepened (grow.py): larger shapes on a calmer ground, at and near the native size. Under way.
+# From the packaged weights, deepened (grow.py): larger shapes on a calmer ground, at and near the native size. Given up.
 HALF, BRIEF, PAIR = (1, 8, 16, 16), (4, 4, 12, 12), (8, 2, 12, 12)
 NATIVE_MIX = ((0.3, WIDE), (0.3, MIDDLE), (0.2, HALF), (0.2, NATIVE))
 BROAD_MIX = ((0.35, BRIEF), (0.25, WIDE), (0.2, MIDDLE), (0.12, HALF), (0.08, NATIVE))

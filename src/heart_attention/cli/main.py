@@ -45,16 +45,17 @@ def _load_plugins(argv: list[str] | None) -> None:
     plugins.load(early.parse_known_args(argv)[0].plugin)
 
 
-SPIN = (
-    "1000"  # costs nothing on a quiet machine, and beside a busy neighbour takes a third off (docs/troubleshooting.md)
-)
+# Costs nothing on a quiet machine, and beside a busy neighbour takes a third off (docs/troubleshooting.md).
+SPIN = "1000"
 
 
 def _set_spin() -> None:
     """Tell libgomp how long idle threads spin for work, unless the user did; it reads that once, when torch loads it."""
     spin = os.environ.get("HEART_SPIN", "")
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", spin if spin.isascii() and spin.isdigit() else SPIN)
+    if spin.isascii() and spin.isdigit():
+        os.environ.setdefault("GOMP_SPINCOUNT", spin)
+    elif "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
 
 
 def main(argv: list[str] | None = None) -> int:
