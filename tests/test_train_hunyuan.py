@@ -1,8 +1,10 @@
 """The recipe of the embedded HunyuanVideo: a genuine pipeline, its template, its padding, a few steps of training."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/ is not in
 
 from diffusers import HunyuanVideoPipeline
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
-from tools.train_tiny import data, hunyuan, model, plan
+from tools.train_tiny import data, export, hunyuan, model, plan, train
+
+from heart_attention import HeartError, presets, tiny
+from heart_attention.evaluation import pipelines
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +42,61 @@ def test_the_pipeline_generates_with_its_defaults(trainer):
 def test_training_sees_what_the_pipeline_sees(trainer):
     pipe = trainer.pipeline()
     caption, sigma = "a red circle moves left on a gray background", torch.tensor([0.7])
-    noisy = torch.randn(1, model.Z_DIM, 2, 4, 4)
+    noisy, guidance = torch.randn(1, model.Z_DIM, 2, 4, 4), torch.tensor([4.5])
     with torch.no_grad():
         text, pooled, mask = pipe.encode_prompt(caption)
-        guidance = torch.tensor([1000 * (1 + 7 * torch.rand(1, generator=after_dropout()).item())])
-        wanted = trainer.transformer(noisy, 1000 * sigma, text, mask, pooled, guidance, return_dict=False)[0]
-        found = trainer.velocity(noisy, sigma, [caption], torch.Generator().manual_seed(3), dropout=0.0)
+        wanted = trainer.transformer(noisy, 1000 * sigma, text, mask, pooled, 1000 * guidance, return_dict=False)[0]
+        found = trainer.velocity(noisy, sigma, [caption], guidance)
     assert torch.allclose(found, wanted, atol=1e-4)
 
 
-def after_dropout() -> torch.Generator:
-    """A generator that has drawn for one caption's dropout."""
-    rng = torch.Generator().manual_seed(3)
-    torch.rand((), generator=rng)
-    return rng
+def test_guidance_is_learned_as_more_of_what_the_caption_changes(trainer):
+    captions, sigma = ["a red circle moves left on a gray background"] * 2, torch.tensor([0.7, 0.5])
+    noisy, target = torch.randn(2, model.Z_DIM, 2, 4, 4), torch.randn(2, model.Z_DIM, 2, 4, 4)
+    one = torch.ones(2)
+
+    def predict(dropout):
+        return trainer.predict(noisy, target, sigma, captions, torch.Generator().manual_seed(3), dropout)
+
+    with torch.no_grad():
+        velocity, same = predict(0.0)
+        assert torch.equal(same, target) and torch.equal(velocity, trainer.velocity(noisy, sigma, captions, one))
+        trainer.plan = tuple(replace(phase, guided=True) for phase in plan.SMOKE_PLAN)
+        try:
+            _, guided = predict(0.0)
+            _, without_a_caption = predict(1.0)
+        finally:
+            trainer.plan = plan.SMOKE_PLAN
+        difference = trainer.velocity(noisy, sigma, captions, one) - trainer.velocity(noisy, sigma, ["", ""], one)
+    strengths = ((guided - target) / difference).flatten(1)
+    assert torch.allclose(strengths, strengths[:, :1], rtol=1e-2, atol=1e-2)  # one number for each clip
+    assert (strengths >= 0).all() and strengths.max() <= hunyuan.STRENGTH * (hunyuan.GUIDANCE[1] - 1) + 1e-2
+    assert torch.equal(without_a_caption, target)  # nothing to strengthen
+
+
+def test_what_is_exported_is_loaded_by_its_name(trainer, tmp_path, monkeypatch):
+    train.save(trainer, tmp_path)
+    export.export(tmp_path, tmp_path / "weights")
+    monkeypatch.setitem(tiny.FOLDERS, "hunyuan", str(tmp_path / "weights"))
+    pipe = pipelines.load("tiny-hunyuan", device="cpu")
+    assert isinstance(pipe, HunyuanVideoPipeline) and pipelines.name_of(pipe) == "tiny-hunyuan"
+    assert presets.identify(pipe.transformer) == "tiny-hunyuan"
+    call = {**pipelines.call_arguments("tiny-hunyuan", pipe), "num_frames": 3, "num_inference_steps": 2}
+    clips = [
+        p("a red circle", **{**call, "height": 32, "width": 32}, generator=torch.Generator().manual_seed(1)).frames[0]
+        for p in (export.load_run(tmp_path), pipe)
+    ]
+    assert np.array_equal(*clips)
+    control = pipelines.load("tiny-hunyuan-random", device="cpu")
+    own = trainer.transformer.state_dict()
+    assert {n: p.shape for n, p in control.transformer.state_dict().items()} == {n: p.shape for n, p in own.items()}
+    assert pipelines.control_of(pipe) == "tiny-hunyuan-random"
+
+
+def test_missing_weights_are_said(monkeypatch, tmp_path):
+    monkeypatch.setitem(tiny.FOLDERS, "hunyuan", str(tmp_path / "none"))
+    with pytest.raises(HeartError, match="'hunyuan' has no weights in this version"):
+        tiny.load("hunyuan")
 
 
 def test_the_codec_gives_back_what_it_was_given():

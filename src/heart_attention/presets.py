@@ -18,7 +18,10 @@ from .tiny import NATIVE
 log = logging.getLogger(__name__)
 
 HEART = "heart"  # every head at an operating point of its own: a calibration, not a preset
-SHIPPED_HEART = {"tiny": f"{HEART}.heart.json", "tiny-student": "student.heart.json"}  # such calibrations, by model
+# Such calibrations that ship, by model.
+SHIPPED_HEART = {
+    "tiny": f"{HEART}.heart.json", "tiny-student": "student.heart.json", "tiny-hunyuan": f"hunyuan-{HEART}.heart.json",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ MODELS = {
     "wan2.2-a14b": Model("WanTransformer3DModel", 40, 40, 128, two=True),
     "hunyuanvideo-13b": Model("HunyuanVideoTransformer3DModel", 60, 24, 128),
     "tiny": Model("WanTransformer3DModel", 6, 4, 32),
+    "tiny-hunyuan": Model("HunyuanVideoTransformer3DModel", 9, 4, 32),
 }
+EMBEDDED = ("tiny", "tiny-hunyuan")
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def _presets() -> dict[str, Preset]:
         ("wan2.1-14b", "wan2.1-14b", wan, (832, 480, 81)),
         ("wan2.2-a14b", "wan2.2-a14b", wan, (832, 480, 81)),
         ("hunyuanvideo-13b", "hunyuanvideo-13b", hunyuan, (720, 480, 129)),
-        ("tiny", "tiny", small, (NATIVE["width"], NATIVE["height"], NATIVE["num_frames"])),
+        *((name, name, small, (NATIVE["width"], NATIVE["height"], NATIVE["num_frames"])) for name in EMBEDDED),
     )
     table = {}
     for name, model, configs, size in rows:
@@ -91,7 +96,7 @@ def _by_authors(model: str) -> tuple[HeartConfig, ...]:
     SVG keeps the first 20 % of steps dense on Wan, 10 % on HunyuanVideo, and 3 % of layers; Radial twelve steps, and on
     Wan a layer. Sparge and Lite have one setting for all models.
     """
-    if model == "tiny":
+    if model in EMBEDDED:
         return ()
     reuse, wan = TMR(relative=UNKNOWN_RELATIVE), model.startswith("wan")
     layers = int(0.03 * MODELS[model].layers)
@@ -123,8 +128,8 @@ _OURS = {
     ("wan2.2-a14b", "xattention"): "the model: the paper ran Wan2.1",
     ("wan2.2-a14b", "svg2"): "the model: the paper ran Wan2.1",
     ("hunyuanvideo-13b", "xattention"): "δ, which the paper does not state for XAttention on HunyuanVideo",
-    ("tiny", "xattention"): "block, stride and δ, which fit its size",
-    ("tiny", "svg2"): "cluster counts and δ, which fit its size",
+    **{(name, "xattention"): "block, stride and δ, which fit its size" for name in EMBEDDED},
+    **{(name, "svg2"): "cluster counts and δ, which fit its size" for name in EMBEDDED},
 }
 # Bounds on the relative drift: for the embedded model, and for models nobody has tuned (`heart tune-delta` does).
 # On the embedded model (8 prompts, 2 seeds, small size, 25 steps; docs/reproduction.md) XAttention at 0.1 reuses 71 % of
@@ -156,7 +161,7 @@ def shipped_heart(model: Any) -> str:
 
     transformer = getattr(model, "transformer", None) or model
     folder = Path(tiny.path()).parent / "calibrations"
-    if transformer is not None and identify(transformer) == "tiny":
+    if transformer is not None and identify(transformer) in EMBEDDED:
         digest = values_digest(transformer)
         for path in (folder / name for name in SHIPPED_HEART.values()):
             if path.is_file() and digest in (None, read_json(path)["model"]["values_digest"]):

@@ -8,7 +8,7 @@ import math
 from contextlib import contextmanager
 
 import torch
-from diffusers.models.transformers import transformer_wan
+from diffusers.models.transformers import transformer_hunyuan_video, transformer_wan
 
 from heart_attention.token_order import tile_order
 
@@ -33,21 +33,39 @@ def density(mass: torch.Tensor, p: float = 0.9) -> torch.Tensor:
     return keep.float().mean((-1, -2))
 
 
+FAMILIES = (transformer_wan, transformer_hunyuan_video)  # modules whose attention is watched
+
+
 @contextmanager
-def watch_attention(see, tokens: int):
-    """Call ``see(q, k)`` ([B, N, H, D], after norm and RoPE) for every self-attention over `tokens` video tokens."""
-    original = transformer_wan.dispatch_attention_fn
-
-    def wrapped(query, key, value, *args, **kwargs):
-        if query.shape[1] == key.shape[1] == tokens:
-            see(query, key)
-        return original(query, key, value, *args, **kwargs)
-
-    transformer_wan.dispatch_attention_fn = wrapped
+def wrap_attention(wrap):
+    """Put ``wrap(original)`` in the place of the attention function of every family."""
+    originals = [module.dispatch_attention_fn for module in FAMILIES]
     try:
+        for module, original in zip(FAMILIES, originals, strict=True):
+            module.dispatch_attention_fn = wrap(original)
         yield
     finally:
-        transformer_wan.dispatch_attention_fn = original
+        for module, original in zip(FAMILIES, originals, strict=True):
+            module.dispatch_attention_fn = original
+
+
+def over_video(query: torch.Tensor, key: torch.Tensor, tokens: int) -> bool:
+    """Whether an attention call is self-attention over so many video tokens, with text behind them or without."""
+    return query.shape[1] == key.shape[1] >= tokens
+
+
+def watch_attention(see, tokens: int):
+    """Call ``see(q, k)`` ([B, N, H, D], after norm and RoPE, video tokens only) for every self-attention over video."""
+
+    def wrap(original):
+        def watched(query, key, value, *args, **kwargs):
+            if over_video(query, key, tokens):
+                see(query[:, :tokens], key[:, :tokens])
+            return original(query, key, value, *args, **kwargs)
+
+        return watched
+
+    return wrap_attention(wrap)
 
 
 class DensityMeter:

@@ -22,16 +22,17 @@ import torch
 from PIL import Image, ImageDraw
 
 from heart_attention import tiny
+from heart_attention.evaluation import pipelines
 from heart_attention.tiny.scene import SHAPES, caption, splits
 
 from .costs import wrong_shape_costs, wrong_word_costs
-from .density import DensityMeter, watch_attention
+from .density import DensityMeter, over_video, watch_attention, wrap_attention
 from .export import PACKAGE, load_run
 
 FIGURES = PACKAGE / "figures.json"
 SHEET = Path(__file__).resolve().parents[2] / "docs" / "images" / "tiny_contact_sheet.png"
 KEYS = ("background", "colour", "motion", "shape", "one_piece", "steady", "hole")  # of tiny.check
-SIZES = {"native": tiny.NATIVE, "quick": tiny.QUICK}
+SIZES = ("native", "quick")
 
 
 def generate(pipe, prompt: str, call: dict, seed: int = 0) -> np.ndarray:
@@ -39,14 +40,15 @@ def generate(pipe, prompt: str, call: dict, seed: int = 0) -> np.ndarray:
     return pipe(prompt, generator=torch.Generator().manual_seed(seed), **call).frames[0]
 
 
-def call_for(size: str, steps: int | None = None, guidance: float | None = None) -> dict:
-    """Arguments of a pipeline call for a named size."""
-    call = dict(SIZES[size])
-    if steps is not None:
-        call["num_inference_steps"] = steps
-    if guidance is not None:
-        call["guidance_scale"] = guidance
-    return call
+def call_for(pipe, size: str, steps: int | None = None, guidance: float | None = None) -> dict:
+    """Arguments of a pipeline call at a named size."""
+    call = pipelines.call_arguments(family_of(pipe), pipe, steps=steps, quick=size == "quick")
+    return call if guidance is None else {**call, "guidance_scale": guidance}
+
+
+def family_of(pipe) -> str:
+    """The name that commands know such an embedded model by."""
+    return "tiny-hunyuan" if hasattr(pipe.transformer, "single_transformer_blocks") else "tiny"
 
 
 def rates(checks: list[dict]) -> dict:
@@ -101,11 +103,11 @@ def contact_sheet(clips: list[np.ndarray], prompts: list[str], path: Path, colum
 def measure_density(pipe, prompts: list[str], call: dict, warmup: int = 5, stride: int = 1) -> dict:
     """Mean density by XAttention's rule over heads, steps after warm-up, both guidance branches and prompts."""
     grid = tiny.tokens(**call)
-    layers = len(pipe.transformer.blocks)
+    layers = sum(len(blocks) for blocks in pipe.transformer.children() if isinstance(blocks, torch.nn.ModuleList))
     steps = set(range(warmup, call["num_inference_steps"], stride))
     tables = {"raster": [], "tiles": []}
     for i, prompt in enumerate(prompts):
-        meter = DensityMeter(layers, grid, steps, branches=2 if call["guidance_scale"] > 1 else 1)
+        meter = DensityMeter(layers, grid, steps, branches=2 if call.get("guidance_scale", 1.0) > 1 else 1)
         with watch_attention(meter.see, int(np.prod(grid))):
             generate(pipe, prompt, {**call, "output_type": "latent"}, seed=i)
         for order in tables:
@@ -124,25 +126,22 @@ def measure_density(pipe, prompts: list[str], call: dict, warmup: int = 5, strid
 
 def measure_time(pipe, call: dict) -> dict:
     """Seconds of one dense generation and the share of denoising spent in video self-attention."""
-    spent = {"attention": 0.0}
-    from diffusers.models.transformers import transformer_wan
+    spent, tokens = {"attention": 0.0}, int(np.prod(tiny.tokens(**call)))
 
-    original, tokens = transformer_wan.dispatch_attention_fn, int(np.prod(tiny.tokens(**call)))
+    def wrap(original):
+        def timed(query, key, value, *args, **kwargs):
+            begin = time.perf_counter()
+            out = original(query, key, value, *args, **kwargs)
+            if over_video(query, key, tokens):
+                spent["attention"] += time.perf_counter() - begin
+            return out
 
-    def timed(query, key, value, *args, **kwargs):
-        begin = time.perf_counter()
-        out = original(query, key, value, *args, **kwargs)
-        if query.shape[1] == key.shape[1] == tokens:
-            spent["attention"] += time.perf_counter() - begin
-        return out
+        return timed
 
-    transformer_wan.dispatch_attention_fn = timed
-    try:
+    with wrap_attention(wrap):
         begin, cpu = time.perf_counter(), time.process_time()
         generate(pipe, tiny.prompts("demo")[0], call)
         total, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    finally:
-        transformer_wan.dispatch_attention_fn = original
     return {
         "seconds": round(total, 1),
         "cpu_seconds": round(cpu, 1),  # steadier than seconds where the machine is shared
@@ -189,7 +188,7 @@ def run_density(pipe, args, call: dict) -> None:
     """Head densities of the trained weights and of the random control."""
     prompts = tiny.prompts("heldout")[: args.prompts or 8]
     record("density", measure_density(pipe, prompts, call, args.warmup, args.stride), args.figures)
-    control = measure_density(tiny.load_random(), prompts[:2], call, args.warmup, args.stride)
+    control = measure_density(pipelines.load(f"{family_of(pipe)}-random"), prompts[:2], call, args.warmup, args.stride)
     record("density_random", control, args.figures)
 
 
@@ -218,6 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--model", choices=("tiny", "tiny-hunyuan"), default="tiny", help="embedded model")
     parser.add_argument("--size", choices=SIZES, default="native")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--prompts", type=int, help="how many; the part's own number by default")
@@ -234,8 +234,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sheet", type=Path, default=SHEET)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    pipe = tiny.load() if args.run is None else load_run(args.run, averaged=not args.raw)
-    PARTS[args.part](pipe, args, call_for(args.size, args.steps))
+    pipe = pipelines.load(args.model) if args.run is None else load_run(args.run, averaged=not args.raw)
+    PARTS[args.part](pipe, args, call_for(pipe, args.size, args.steps))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from . import grow, model
+from . import grow, hunyuan, model
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "heart_attention" / "tiny"
 
@@ -14,26 +14,38 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "heart_attention" / "tin
 def pipeline_from(state: dict, averaged: bool = True):
     """The pipeline of a training state, with averaged weights unless told otherwise."""
     weights = state["ema" if averaged else "weights"]
+    if any(n.startswith("transformer.single_transformer_blocks.") for n in weights):
+        parts = hunyuan.build_parts(state["seed"])
+        _take(parts, weights)
+        return hunyuan.build_pipeline(*parts.values(), model.fit_codec(state["seed"]))
     layers = 1 + max(int(n.split(".")[2]) for n in weights if n.startswith("transformer.blocks."))
     transformer, text_encoder, tokenizer = model.initialise(state["seed"], layers)
-    for prefix, module in (("transformer.", transformer), ("text_encoder.", text_encoder)):
-        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+    _take({"transformer": transformer, "text_encoder": text_encoder}, weights)
+    return model.build_pipeline(transformer, text_encoder, tokenizer, model.fit_codec(state["seed"]))
+
+
+def _take(parts: dict[str, torch.nn.Module], weights: dict[str, torch.Tensor]) -> None:
+    """Give each part the weights that begin with its name."""
+    for name, module in parts.items():
+        own = {n.removeprefix(f"{name}."): w for n, w in weights.items() if n.startswith(f"{name}.")}
         missing, unexpected = module.load_state_dict(own, strict=False)
         # Buffers and tied copies are not parameters; anything else missing is a mistake.
         if unexpected or set(missing) & {n for n, _ in module.named_parameters()}:
             raise ValueError(f"checkpoint does not fit the model: missing {missing}, unexpected {unexpected}")
-    return model.build_pipeline(transformer, text_encoder, tokenizer, model.fit_codec(state["seed"]))
 
 
-def _name_tokenizer(out: Path) -> None:
-    """Name the tokenizer's class as both transformers 4 and 5 know it; 5 would write a name that 4 lacks."""
-    index, config = out / "model_index.json", out / "tokenizer" / "tokenizer_config.json"
-    parts, settings = json.loads(index.read_text()), json.loads(config.read_text())
-    parts["tokenizer"] = ["transformers", "PreTrainedTokenizerFast"]
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    settings.pop("extra_special_tokens", None)  # an empty list, where 4 wants a dict
+def _name_tokenizers(out: Path) -> None:
+    """Name the tokenizers' class as both transformers 4 and 5 know it; 5 would write a name that 4 lacks."""
+    index = out / "model_index.json"
+    parts = json.loads(index.read_text())
+    for name in [n for n in parts if n.startswith("tokenizer")]:
+        config = out / name / "tokenizer_config.json"
+        settings = json.loads(config.read_text())
+        parts[name] = ["transformers", "PreTrainedTokenizerFast"]
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        settings.pop("extra_special_tokens", None)  # an empty list, where 4 wants a dict
+        config.write_text(json.dumps(settings, indent=2) + "\n")
     index.write_text(json.dumps(parts, indent=2) + "\n")
-    config.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def load_run(run: Path, averaged: bool = True):
@@ -46,7 +58,7 @@ def load_run(run: Path, averaged: bool = True):
 def export(run: Path, out: Path) -> Path:
     """Write ``out`` (a diffusers folder, safetensors) from ``run/checkpoint.pt``."""
     load_run(run).save_pretrained(out)
-    _name_tokenizer(out)
+    _name_tokenizers(out)
     return out
 
 

@@ -11,51 +11,20 @@ from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers import normalizers, processors
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, PreTrainedTokenizerFast
+
+from heart_attention.tiny.patch_codec import PatchCodec
 
 from . import model, train
 from .plan import HUNYUAN_PLAN
 
 TEMPLATE_TOKEN = "<template>"  # stands for each token of the prompt template, which the pipeline crops by number
-GUIDANCE = (1.0, 8.0)  # any value in it means the same: the model is not distilled from a guided one
+GUIDANCE = (-1.0, 8.0)  # drawn evenly in phases with guidance; what is below 1 counts as 1, which is none
+STRENGTH = 0.4  # of a guided step at guidance 2: the pipeline's default of 6 is as strong as 3 is to the Wan model
 QUIET = 1e-2  # norm of the second encoder's embeddings: the last word's own counts for little beside what it sees
 Codec = dict[str, torch.Tensor]  # of model.fit_codec
-
-
-class PatchCodec(ModelMixin, ConfigMixin):
-    """The PCA codec of 4x4 pixel patches under the names that HunyuanVideo's pipeline reads; latents are normalised."""
-
-    temporal_compression_ratio = 1
-    spatial_compression_ratio = model.PATCH
-
-    @register_to_config
-    def __init__(self, latent_channels: int = model.Z_DIM, scaling_factor: float = 1.0):
-        super().__init__()
-        self.basis = torch.nn.Parameter(torch.zeros(3 * model.PATCH**2, latent_channels))
-        self.mean = torch.nn.Parameter(torch.zeros(latent_channels))
-        self.std = torch.nn.Parameter(torch.ones(latent_channels))
-
-    @torch.no_grad()
-    def set(self, codec: Codec) -> "PatchCodec":
-        """Take the weights of a fitted codec."""
-        for name, value in codec.items():
-            getattr(self, name).copy_(value)
-        return self.eval()
-
-    def encode(self, video: torch.Tensor) -> torch.Tensor:
-        """[B, 3, T, H, W] in -1..1 -> latents [B, Z, T, H/4, W/4]."""
-        return model.encode(video, {"basis": self.basis, "mean": self.mean, "std": self.std})
-
-    def decode(self, latents: torch.Tensor, return_dict: bool = True) -> tuple[torch.Tensor]:
-        """Latents -> (video,); the pipeline asks for no dictionary."""
-        shape = (1, -1, 1, 1, 1)
-        z = latents * self.std.view(shape) + self.mean.view(shape)
-        return (unpatchify(torch.einsum("bzthw,cz->bcthw", z, self.basis), model.PATCH),)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -111,12 +80,21 @@ def spell_words(llama: LlamaModel, clip: CLIPTextModel, seed: int = 0) -> None:
 
 
 def build_transformer() -> HunyuanVideoTransformer3DModel:
-    """HunyuanVideo's architecture at dim 128: 4 heads of 32, two double and four single blocks."""
+    """HunyuanVideo's architecture at dim 128: 4 heads of 32, three double and six single blocks."""
     return HunyuanVideoTransformer3DModel(
-        in_channels=model.Z_DIM, out_channels=model.Z_DIM, num_attention_heads=4, attention_head_dim=32, num_layers=2,
-        num_single_layers=4, num_refiner_layers=1, mlp_ratio=4.0, patch_size=2, patch_size_t=1,
+        in_channels=model.Z_DIM, out_channels=model.Z_DIM, num_attention_heads=4, attention_head_dim=32, num_layers=3,
+        num_single_layers=6, num_refiner_layers=1, mlp_ratio=4.0, patch_size=2, patch_size_t=1,
         text_embed_dim=model.TEXT_DIM, pooled_projection_dim=model.TEXT_DIM, rope_axes_dim=(8, 12, 12),
     )  # fmt: skip
+
+
+def build_parts(seed: int = 0) -> dict[str, torch.nn.Module]:
+    """What has weights of its own, by its name in the pipeline, as it is at step 0: a pure function of the seed."""
+    torch.manual_seed(seed)
+    transformer = build_transformer()
+    llama, clip = build_text_encoders(len(build_tokenizer()))
+    spell_words(llama, clip, seed)
+    return {"transformer": transformer, "text_encoder": llama, "text_encoder_2": clip}
 
 
 def build_pipeline(transformer, text_encoder, text_encoder_2, codec: Codec) -> HunyuanVideoPipeline:
@@ -134,27 +112,39 @@ class HunyuanTrainer(train.Trainer):
     gains = (".norm_q.", ".norm_k.")
 
     def _build(self, seed: int, layers: int) -> dict[str, torch.nn.Module]:
-        torch.manual_seed(seed)
+        parts = build_parts(seed)
         self.tokenizer = model.build_tokenizer()  # the same ids, without the template
-        self.transformer = build_transformer()
-        self.text_encoder, self.text_encoder_2 = build_text_encoders(len(build_tokenizer()))
-        spell_words(self.text_encoder, self.text_encoder_2, seed)
-        return {
-            "transformer": self.transformer, "text_encoder": self.text_encoder, "text_encoder_2": self.text_encoder_2,
-        }  # fmt: skip
+        self.transformer, self.text_encoder, self.text_encoder_2 = parts.values()
+        return parts
 
-    def velocity(self, noisy, sigma, captions, rng, dropout):
-        """What the transformer predicts; text slots beyond the captions are masked, so training can do without them."""
-        tokens = self._tokens(captions, rng, dropout)
-        low, high = GUIDANCE
-        guidance = 1000 * (low + (high - low) * torch.rand(len(noisy), generator=rng))
+    def predict(self, noisy, target, sigma, captions, rng, dropout):
+        """The transformer's velocity at some guidance, and what it ought to be there.
+
+        In phases with guidance that is what a guided step would take: flow matching's target and, as often as guidance
+        says, the difference that the caption makes to the model's own velocity.
+        """
+        captions = [c if torch.rand((), generator=rng) >= dropout else "" for c in captions]
+        guidance = torch.ones(len(noisy))
+        if self.phase().guided:
+            low, high = GUIDANCE
+            drawn = (low + (high - low) * torch.rand(len(noisy), generator=rng)).clamp(min=1.0)
+            with torch.no_grad():
+                difference = self.velocity(noisy, sigma, captions, guidance)
+                difference -= self.velocity(noisy, sigma, [""] * len(captions), guidance)
+            guidance = drawn
+            target = target + (STRENGTH * (guidance - 1)).view(-1, 1, 1, 1, 1) * difference
+        return self.velocity(noisy, sigma, captions, guidance), target
+
+    def velocity(self, noisy, sigma, captions: list[str], guidance: torch.Tensor) -> torch.Tensor:
+        """Text slots beyond the captions are masked, so training can do without them."""
+        tokens = self._tokens(captions)
         return self.transformer(
             noisy,
             1000 * sigma,
             encoder_hidden_states=self.text_encoder.embed_tokens(tokens.input_ids),
             encoder_attention_mask=tokens.attention_mask,
             pooled_projections=self.text_encoder_2(tokens.input_ids).pooler_output,
-            guidance=guidance,
+            guidance=1000 * guidance,
             return_dict=False,
         )[0]
 

@@ -21,6 +21,7 @@ class Phase:
     teach: words.Lesson | None = None  # before it begins
     focus: float = 0.0  # how much more the loss near the object counts, at no noise
     text: tuple[int, ...] = (64, 512)  # prompt lengths that captions are padded to, one of them in each step
+    guided: bool = False  # HunyuanVideo learns what guidance does, see hunyuan.py
     alike: bool = False  # batches that have room for it hold each clip with all four shapes, under the same noise
 
 
@@ -89,7 +90,8 @@ DEEP_PLAN = (
 PICTURE, SKETCH, STRETCH, QUICK = (16, 1, 16, 16), (28, 1, 12, 12), (4, 4, 16, 16), (4, 8, 12, 12)
 BARE, FEW, SOME = (model.CAPTION_TOKENS,), (model.CAPTION_TOKENS, 40), (32, 128)
 CUT_MIX = ((0.3, PICTURE), (0.4, STRETCH), (0.3, QUICK))
-WHOLE_MIX = ((0.3, STRETCH), (0.3, QUICK), (0.4, NATIVE))
+WHOLE_MIX = ((0.15, PICTURE), (0.3, STRETCH), (0.2, QUICK), (0.35, NATIVE))
+MOST_NOISE = (model.FLOW_SHIFT, 1.3, 6.0)  # in a whole clip an object is seen through more noise than in a picture
 FRESH_PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, PICTURE),), data.CUT, MIDDLE_NOISE, text=BARE),
     Phase(800, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0, text=BARE),
@@ -97,8 +99,8 @@ FRESH_PLAN = (
     Phase(1600, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0, text=SOME),
     Phase(2400, (3e-3, 3e-3), ((0.8, PICTURE), (0.2, STRETCH)), data.CUT, MIDDLE_NOISE, focus=3.0),
     Phase(2900, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
-    Phase(6000, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
-    Phase(9000, (3e-3, 1e-4), WHOLE_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
+    Phase(5300, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
+    Phase(7500, (3e-3, 1e-4), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0),
 )
 # By name: the phases, the number of layers, and whether words are spelled.
 PLANS = {"shipped": (PLAN, 6, False), "deep": (DEEP_PLAN, 9, False), "fresh": (FRESH_PLAN, 9, True)}
@@ -106,8 +108,9 @@ PLANS = {"shipped": (PLAN, 6, False), "deep": (DEEP_PLAN, 9, False), "fresh": (F
 HUNYUAN_PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, PICTURE),), data.CUT, MIDDLE_NOISE),
     Phase(2400, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0),
-    Phase(4800, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
-    Phase(6800, (3e-3, 1e-4), WHOLE_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
+    Phase(4400, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
+    Phase(6200, (3e-3, 1.5e-3), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0),
+    Phase(7000, (1.5e-3, 1e-4), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0, guided=True),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))

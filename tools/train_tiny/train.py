@@ -96,25 +96,34 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = lr * group.get("factor", 1.0)
 
-    def _tokens(self, captions: list[str], rng: torch.Generator, dropout: float):
-        """Ids and attention mask [B, CAPTION_TOKENS], some captions dropped."""
-        kept = [c if torch.rand((), generator=rng) >= dropout else "" for c in captions]
+    def _tokens(self, captions: list[str]):
+        """Ids and attention mask [B, CAPTION_TOKENS]."""
         window = model.CAPTION_TOKENS
-        return self.tokenizer(kept, padding="max_length", max_length=window, truncation=True, return_tensors="pt")
+        return self.tokenizer(captions, padding="max_length", max_length=window, truncation=True, return_tensors="pt")
+
+    def phase(self) -> Phase:
+        """The phase that training is in, or the last one after its end."""
+        return phase_at(self.plan, min(self.step, self.plan[-1].until - 1))[0]
 
     def _text(self, captions: list[str], rng: torch.Generator, dropout: float) -> torch.Tensor:
-        tokens = self._tokens(captions, rng, dropout)
+        tokens = self._tokens([c if torch.rand((), generator=rng) >= dropout else "" for c in captions])
         mask, window = tokens.attention_mask, model.CAPTION_TOKENS
-        lengths = phase_at(self.plan, min(self.step, self.plan[-1].until - 1))[0].text
+        lengths = self.phase().text
         total = lengths[int(torch.randint(len(lengths), (), generator=rng))]
         self.cross.bias = padding_bias(mask.sum(1), total, window)
         return self.text_encoder(tokens.input_ids, mask).last_hidden_state * mask[..., None]  # [B, window, TEXT_DIM]
 
-    def velocity(
-        self, noisy: torch.Tensor, sigma: torch.Tensor, captions: list[str], rng: torch.Generator, dropout: float
-    ) -> torch.Tensor:
-        """What the transformer predicts for noisy latents at noise levels `sigma` [B]."""
-        return self.transformer(noisy, 1000 * sigma, self._text(captions, rng, dropout), return_dict=False)[0]
+    def predict(
+        self,
+        noisy: torch.Tensor,
+        target: torch.Tensor,
+        sigma: torch.Tensor,
+        captions: list[str],
+        rng: torch.Generator,
+        dropout: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the transformer predicts for noisy latents at noise levels `sigma` [B], and what it ought to."""
+        return self.transformer(noisy, 1000 * sigma, self._text(captions, rng, dropout), return_dict=False)[0], target
 
     def loss(self, canvas: Canvas, rng: torch.Generator, phase: Phase) -> torch.Tensor:
         """The loss of this step's batch on a canvas."""
@@ -144,12 +153,12 @@ class Trainer:
         sigma = shift * u / (1 + (shift - 1) * u)
         noise = torch.randn((sets, *x.shape[1:]), generator=rng).repeat_interleave(clips.alike, 0)
         s = sigma.view(-1, 1, 1, 1, 1)
-        velocity = self.velocity((1 - s) * x + s * noise, sigma, clips.captions, rng, dropout)
+        velocity, target = self.predict((1 - s) * x + s * noise, noise - x, sigma, clips.captions, rng, dropout)
         weight = self.weight
         if focus:
             near = functional.avg_pool3d(clips.near, (1, model.PATCH, model.PATCH))  # [B, 1, T, H/4, W/4]
             weight = weight * (1 + focus * (1 - s) * near)
-        return (weight * (velocity - (noise - x)).square()).mean()
+        return (weight * (velocity - target).square()).mean()
 
     def train_step(self) -> tuple[float, Canvas]:
         """Advance by one step; returns the loss and the canvas it was taken on."""

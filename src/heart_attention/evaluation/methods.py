@@ -95,14 +95,16 @@ def sort_calibrations(paths: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def shipped_calibration(backbone: str, model: str, kind: str = "joint") -> str | None:
-    """The calibration of that kind which the package carries for its embedded model or its student, if there is one."""
+    """The calibration of that kind which the package carries for an embedded model, if there is one."""
     from .. import tiny
     from ..presets import SHIPPED_HEART
 
     if backbone == HEART:
         name = SHIPPED_HEART.get(model)
     else:
-        name = f"{backbone}{'-paper' if kind == 'paper' else ''}.heart.json" if model == "tiny" else None
+        beginning = {"tiny": "", "tiny-hunyuan": "hunyuan-"}.get(model)
+        ending = "-paper.heart.json" if kind == "paper" else ".heart.json"
+        name = None if beginning is None else f"{beginning}{backbone}{ending}"
     path = Path(tiny.path()).parent / "calibrations" / name if name else None
     return str(path) if path is not None and path.is_file() else None
 

@@ -12,8 +12,12 @@ from ..errors import HeartError
 
 log = logging.getLogger(__name__)
 
-# The embedded model, its few-step student, and its architecture with random weights as the control.
-TINY = ("tiny", "tiny-student", "tiny-random")
+# Embedded models by the name that commands know them by, each with the name that `tiny.load` knows it by.
+TINY = {
+    "tiny": "model", "tiny-student": "student", "tiny-hunyuan": "hunyuan",
+    "tiny-random": "model", "tiny-hunyuan-random": "hunyuan",
+}  # fmt: skip
+RANDOM = "-random"  # ends the names of controls: the same architecture with random weights
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 DTYPES = ("float32", "bfloat16", "float16")
 # Frames a second that models were trained at, by the beginning of their transformer's class name.
@@ -56,8 +60,8 @@ def load(model: str = "tiny", dtype: str | None = None, device: str | None = Non
     if model in TINY:
         from .. import tiny
 
-        name = "student" if model == "tiny-student" else "model"
-        pipe = tiny.load_random(dtype=kind) if model == "tiny-random" else tiny.load(name, kind)
+        random = model.endswith(RANDOM)
+        pipe = tiny.load_random(dtype=kind, name=TINY[model]) if random else tiny.load(TINY[model], kind)
     else:
         pipe = _from_pretrained(model, kind)
     pipe.set_progress_bar_config(disable=True)
@@ -91,9 +95,20 @@ def _index(model: str) -> dict[str, Any]:
     from .. import tiny
 
     try:
-        return dict(DiffusionPipeline.load_config(tiny.path() if model in TINY else model))
+        return dict(DiffusionPipeline.load_config(tiny.path(_whole(model)) if model in TINY else model))
     except (OSError, ValueError):
         return {}
+
+
+def _whole(model: str) -> str:
+    """The embedded model whose folder holds a whole pipeline: the student's has parts of its own only."""
+    return TINY[model].replace("student", "model")
+
+
+def control_of(pipe: Any) -> str | None:
+    """The name of an embedded pipeline's control with random weights; None for any other pipeline."""
+    name = name_of(pipe)
+    return f"tiny{'-hunyuan' if 'hunyuan' in name else ''}{RANDOM}" if name in TINY else None
 
 
 def class_of(model: str) -> type | None:
@@ -111,8 +126,9 @@ def outline_of(model: str) -> Any:
 
     name = str((_index(model).get("transformer") or [None])[-1])
     cls = getattr(diffusers, name, None)
+    source = tiny.path(_whole(model)) if model in TINY else model
     try:
-        config = cls.load_config(tiny.path() if model in TINY else model, subfolder="transformer") if cls else {}
+        config = cls.load_config(source, subfolder="transformer") if cls else {}
     except (OSError, ValueError):
         return None
     return type(name, (), {"config": dict(config)})() if cls else None
@@ -148,11 +164,11 @@ def _bytes(pipe: Any) -> int:
 
 
 def name_of(pipe: Any) -> str:
-    """What a pipeline was loaded from; "tiny" for the embedded model, "tiny-student" for its student."""
+    """What a pipeline was loaded from; "tiny", "tiny-student" or "tiny-hunyuan" for an embedded model."""
     from .. import tiny
 
     source = str(getattr(getattr(pipe, "config", None), "_name_or_path", "") or "")
-    embedded = {tiny.path(): "tiny", tiny.path("student"): "tiny-student"}
+    embedded = {tiny.path(name): model for model, name in TINY.items() if not model.endswith(RANDOM)}
     if source in embedded:
         return embedded[source]
     return source or type(pipe).__name__
@@ -213,6 +229,8 @@ def _native(model: str, pipe: Any, quick: bool) -> dict[str, Any]:
 
         size = tiny.QUICK if quick else tiny.NATIVE
         few = {key: tiny.FEW_STEPS[key] for key in ("num_inference_steps", "guidance_scale")}
+        if TINY[model] == "hunyuan":  # its guidance is embedded, and its pipeline's defaults are right for it
+            return {key: size[key] for key in ("height", "width", "num_frames", "num_inference_steps")}
         return {**size, **few} if model == "tiny-student" else dict(size)
     from ..presets import PRESETS, identify
 

@@ -1,10 +1,11 @@
-"""The embedded model: a small ``WanPipeline`` that was really trained, for demos, tests and studies on a CPU.
+"""The embedded models: a small ``WanPipeline`` that was really trained, for demos, tests and studies on a CPU.
 
     from heart_attention import tiny
     pipe = tiny.load()
     video = pipe(tiny.prompts("demo")[0], **tiny.NATIVE).frames[0]
 
-It makes clips of one coloured shape moving over a coloured background; see MODEL_CARD.md beside this file.
+Beside it there are a few-step student (``load("student")``) and a small ``HunyuanVideoPipeline`` (``load("hunyuan")``).
+They make clips of one coloured shape moving over a coloured background; see MODEL_CARD.md beside this file.
 Importing this module is cheap: torch and diffusers are imported by the functions that need them.
 """
 
@@ -37,15 +38,16 @@ NATIVE = {
 QUICK = {**NATIVE, "height": 96, "width": 96, "num_frames": 8, "num_inference_steps": 12}
 # For the student: 4 steps (or 8) without guidance.
 FEW_STEPS = {**NATIVE, "num_inference_steps": 4, "guidance_scale": 1.0}
-NAMES = ("model", "student")
+FOLDERS = {"model": "weights", "student": "student", "hunyuan": "hunyuan"}  # of each model's weights
 
 
 def path(name: str = "model") -> str:
     """Folder of the weights, for ``WanPipeline.from_pretrained``; through it diffusers adds a frame, through ``load`` not.
 
     The student's folder has its own transformer and text encoder only: ``load("student")`` takes the rest from the model.
+    HunyuanVideo's lacks a codec that diffusers knows: ``load("hunyuan")`` brings it.
     """
-    return str(Path(__file__).parent / {"model": "weights", "student": "student"}[name])
+    return str(Path(__file__).parent / FOLDERS[name])
 
 
 def tokens(height: int, width: int, num_frames: int, **_: object) -> tuple[int, int, int]:
@@ -53,51 +55,62 @@ def tokens(height: int, width: int, num_frames: int, **_: object) -> tuple[int, 
     return num_frames, height // 8, width // 8
 
 
-def load(name: str | torch.dtype | None = "model", dtype: torch.dtype | None = None) -> WanPipeline:
-    """The trained pipeline, or its few-step "student", on the CPU and in float32 unless told otherwise."""
+def load(name: str | torch.dtype | None = "model", dtype: torch.dtype | None = None) -> Any:
+    """A trained pipeline ("model", "student", "hunyuan"), on the CPU and in float32 unless told otherwise."""
     import torch
-
-    from .pipeline import WanPipeline
 
     if not isinstance(name, str):  # load(torch.bfloat16), as it was before there was a student
         name, dtype = "model", name
-    if name not in NAMES:
-        raise HeartError(f"there is no embedded model {name[:40]!r}: there are {' and '.join(NAMES)}")
-    other = {} if dtype in (None, torch.float32) else {"torch_dtype": dtype}  # the files hold float32
+    if name not in FOLDERS:
+        *others, last = FOLDERS
+        raise HeartError(f"there is no embedded model {name[:40]!r}: there are {', '.join(others)} and {last}")
+    if not Path(path(name)).is_dir():
+        raise HeartError(f"the embedded model {name!r} has no weights in this version: train it, see tools/train_tiny")
+    dtype = dtype or torch.float32
     with warnings.catch_warnings():
         # Old diffusers know no other name for it, new ones warn of this one.
         warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
-        parts = _student_parts(dtype or torch.float32) if name == "student" else {}
-        pipe = WanPipeline.from_pretrained(path(), **parts, **other)
+        pipe = _load_hunyuan(dtype) if name == "hunyuan" else _load_wan(name, dtype)
     pipe.set_progress_bar_config(disable=True)
-    if parts:
-        pipe.register_to_config(_name_or_path=path(name))
+    pipe.register_to_config(_name_or_path=path(name))
     return pipe
 
 
-def _student_parts(dtype: torch.dtype) -> dict[str, Any]:
-    """What the student has of its own; its files hold float16."""
+def _load_wan(name: str, dtype: torch.dtype) -> WanPipeline:
+    """The Wan pipeline, with the student's own parts where the student is asked for."""
     from diffusers import WanTransformer3DModel
     from transformers import UMT5EncoderModel
 
-    folder = path("student")
-    transformer = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=dtype)
-    text_encoder = UMT5EncoderModel.from_pretrained(folder, subfolder="text_encoder").to(dtype)
-    return {"transformer": transformer.eval(), "text_encoder": text_encoder.eval()}
+    from .pipeline import WanPipeline
+
+    parts = {}
+    if name == "student":  # its files hold float16
+        folder = path(name)
+        transformer = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=dtype)
+        text_encoder = UMT5EncoderModel.from_pretrained(folder, subfolder="text_encoder").to(dtype)
+        parts = {"transformer": transformer.eval(), "text_encoder": text_encoder.eval()}
+    return WanPipeline.from_pretrained(path(), **parts, torch_dtype=dtype)
 
 
-def load_random(seed: int = 0, dtype: torch.dtype | None = None) -> WanPipeline:
+def _load_hunyuan(dtype: torch.dtype) -> Any:
+    """The HunyuanVideo pipeline, with a codec of our own."""
+    from diffusers import HunyuanVideoPipeline
+
+    from .patch_codec import PatchCodec
+
+    codec = PatchCodec.from_pretrained(path("hunyuan"), subfolder="vae", torch_dtype=dtype)
+    return HunyuanVideoPipeline.from_pretrained(path("hunyuan"), vae=codec.eval(), torch_dtype=dtype)
+
+
+def load_random(seed: int = 0, dtype: torch.dtype | None = None, name: str = "model") -> Any:
     """The same architecture with the random weights that training starts from (seed 0): the control."""
     import torch
-    from diffusers import WanTransformer3DModel
-    from transformers import UMT5EncoderModel
 
-    pipe = load(dtype=dtype)
+    pipe = load(name, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the order below is the order of training's initialisation
-        transformer = WanTransformer3DModel.from_config(pipe.transformer.config)
-        text_encoder = UMT5EncoderModel(pipe.text_encoder.config)
-    if dtype not in (None, torch.float32):
-        transformer, text_encoder = transformer.to(dtype), text_encoder.to(dtype)
-    pipe.register_modules(transformer=transformer.eval(), text_encoder=text_encoder.eval())
+        parts = {"transformer": type(pipe.transformer).from_config(pipe.transformer.config)}
+        if name != "hunyuan":  # its text encoders are set, not trained
+            parts["text_encoder"] = type(pipe.text_encoder)(pipe.text_encoder.config)
+    pipe.register_modules(**{name: part.to(pipe.transformer.dtype).eval() for name, part in parts.items()})
     return pipe

@@ -12,7 +12,7 @@ from ...config import HeartConfig
 from ...errors import HeartError
 from ...online.points import Point
 from ...online.warmup import first_steps
-from ...presets import identify, preset
+from ...presets import EMBEDDED, identify, preset
 from .. import experts
 from ..measure import velocity_error
 from ..points import read_points
@@ -32,8 +32,7 @@ def settings_for(
 ) -> Settings:
     """Complete settings: what is given, else the preset's for this model, else the defaults of `Settings`."""
     velocity_error.by_name(given.get("error", default_of("error")), **given.get("error_settings", {}))
-    tiny = identify(pipe.transformer) == "tiny"
-    built_in, built_in_held_out = default_prompts(tiny)
+    built_in, built_in_held_out = default_prompts(identify(pipe.transformer) in EMBEDDED)
     texts = list(built_in if prompts is None else prompts)
     unseen = [p for p in (built_in_held_out if held_out is None else held_out) if p not in texts]
     values = {**_of_preset(pipe, backbone), **{k: v for k, v in given.items() if v is not None}}
@@ -105,10 +104,12 @@ def default_prompts(tiny: bool) -> tuple[list[str], list[str]]:
 
 def default_call(pipe: Any) -> dict[str, Any]:
     """The arguments of a call at the model's own size."""
-    from ...evaluation.pipelines import call_arguments, name_of
+    from ...evaluation.pipelines import TINY, call_arguments, name_of
 
-    name = "" if identify(pipe.transformer) != "tiny" else "tiny-student" if name_of(pipe) == "tiny-student" else "tiny"
-    return call_arguments(name, pipe)
+    known_as, name = identify(pipe.transformer), name_of(pipe)
+    if known_as in EMBEDDED:
+        return call_arguments(name if name in TINY else known_as, pipe)
+    return call_arguments("", pipe)
 
 
 def read_order(given: Any) -> Any:

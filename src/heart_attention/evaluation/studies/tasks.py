@@ -76,8 +76,8 @@ def random_weights(pipe: Any, seed: int = 0) -> Iterator[Any]:
     """
     import torch
 
-    if pipelines.name_of(pipe) in pipelines.TINY:
-        yield pipelines.load("tiny-random", device="cpu")
+    if embedded := pipelines.control_of(pipe):
+        yield pipelines.load(embedded, device="cpu")
         return
     trained, device, offloaded = pipe.transformer, device_of(pipe), bool(getattr(pipe, "_all_hooks", None))
     with torch.random.fork_rng():
