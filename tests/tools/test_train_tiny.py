@@ -289,3 +289,4 @@ def test_smoke():
     result = smoke()
     assert result["steps"] == plan.SMOKE_PLAN[-1].until
     assert result["shape"] == [4, 32, 32, 3]
+    assert 25 < result["noise"] < 100

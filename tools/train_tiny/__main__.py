@@ -27,7 +27,14 @@ def smoke() -> dict:
         found, clips = evaluate.score(pipe, prompts, prompts, call)
         evaluate.contact_sheet(clips, prompts, Path(folder) / "sheet.png")
         density = evaluate.measure_density(pipe, prompts[:1], call, warmup=0)
-        return {"steps": trainer.step, "shape": list(clips[0].shape), "rates": found, "density": density}
+        noise = evaluate.noise_psnr(pipe, prompts[0], call)
+        return {
+            "steps": trainer.step,
+            "shape": list(clips[0].shape),
+            "rates": found,
+            "density": density,
+            "noise": noise,
+        }
 
 
 def full(folder: Path, seed: int, threads: int) -> None:

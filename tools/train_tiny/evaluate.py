@@ -8,6 +8,7 @@
     python -m tools.train_tiny.evaluate timing                           # one dense generation, by part
     python -m tools.train_tiny.evaluate words                            # what a wrong word costs in loss
     python -m tools.train_tiny.evaluate shapes                           # what a wrong shape costs near the object
+    python -m tools.train_tiny.evaluate noise    --prompts 8             # how far a little noise at the start carries
 
 Each part adds its rows to figures.json beside the weights, with the command's settings.
 """
@@ -23,6 +24,8 @@ from PIL import Image, ImageDraw
 
 from heart_attention import tiny
 from heart_attention.evaluation import pipelines
+from heart_attention.evaluation.metrics.similarity import psnr
+from heart_attention.evaluation.video import to_uint8
 from heart_attention.tiny.scene import SHAPES, caption, splits
 
 from .costs import wrong_shape_costs, wrong_word_costs
@@ -32,6 +35,7 @@ from .export import PACKAGE, load_run
 FIGURES = PACKAGE / "figures.json"
 SHEET = Path(__file__).resolve().parents[2] / "docs" / "images" / "tiny_contact_sheet.png"
 KEYS = ("background", "colour", "motion", "shape", "one_piece", "steady", "hole")  # of tiny.check
+CHANGE = 0.01  # of the start noise
 SIZES = ("native", "quick")
 
 
@@ -152,6 +156,17 @@ def measure_time(pipe, call: dict) -> dict:
     }
 
 
+def noise_psnr(pipe, prompt: str, call: dict, seed: int = 0, change: float = CHANGE) -> float:
+    """PSNR between a clip and the one from a start noise of which a share is other noise: what chance alone may do."""
+    rng = torch.Generator().manual_seed(seed)
+    time, height, width = tiny.tokens(**call)
+    shape = (1, pipe.transformer.config.in_channels, time, 2 * height, 2 * width)
+    noise, other = torch.randn(shape, generator=rng), torch.randn(shape, generator=rng)
+    changed = (noise + change * other) / (1 + change**2) ** 0.5
+    one, two = (generate(pipe, prompt, {**call, "latents": latents}) for latents in (noise, changed))
+    return psnr(to_uint8(two), to_uint8(one))
+
+
 def record(name: str, row: dict, path: Path = FIGURES) -> None:
     """Put a row into figures.json."""
     figures = json.loads(path.read_text()) if path.exists() else {}
@@ -207,9 +222,17 @@ def run_shapes(pipe, args, call: dict) -> None:
     record("wrong_shapes", wrong_shape_costs(pipe), args.figures)
 
 
+def run_noise(pipe, args, call: dict) -> None:
+    """PSNR under a changed start noise, clip by clip."""
+    prompts = tiny.prompts("heldout")[: args.prompts or 8]
+    found = sorted(round(noise_psnr(pipe, prompt, call, seed), 2) for seed, prompt in enumerate(prompts))
+    row = {"change": CHANGE, "mean": round(float(np.mean(found)), 2), "psnr": found, "call": call}
+    record("noise", row, args.figures)
+
+
 PARTS = {
     "check": run_check, "controls": run_controls, "density": run_density, "timing": run_timing, "words": run_words,
-    "shapes": run_shapes,
+    "shapes": run_shapes, "noise": run_noise,
 }  # fmt: skip
 
 
