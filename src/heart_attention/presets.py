@@ -72,13 +72,14 @@ def _presets() -> dict[str, Preset]:
         HeartConfig(s, 0.9, TMR(relative=TINY_RELATIVE["svg2"]), scale_clusters=True),
         *_fitted_to_tiny(),
     )
+    native = (int(NATIVE["width"]), int(NATIVE["height"]), int(NATIVE["num_frames"]))
     rows = (
         ("wan2.1-1.3b-480p", "wan2.1-1.3b", wan, (832, 480, 81)),
         ("wan2.1-1.3b-720p", "wan2.1-1.3b", wan, (1280, 720, 81)),
         ("wan2.1-14b", "wan2.1-14b", wan, (832, 480, 81)),
         ("wan2.2-a14b", "wan2.2-a14b", wan, (832, 480, 81)),
         ("hunyuanvideo-13b", "hunyuanvideo-13b", hunyuan, (720, 480, 129)),
-        *((name, name, small, (NATIVE["width"], NATIVE["height"], NATIVE["num_frames"])) for name in EMBEDDED),
+        *((name, name, small, native) for name in EMBEDDED),
     )
     table = {}
     for name, model, configs, size in rows:

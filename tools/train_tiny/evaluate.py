@@ -28,6 +28,7 @@ from heart_attention.evaluation.metrics.similarity import psnr
 from heart_attention.evaluation.video import to_uint8
 from heart_attention.tiny.scene import SHAPES, caption, splits
 
+from . import attention
 from .costs import wrong_shape_costs, wrong_word_costs
 from .density import DensityMeter, over_video, watch_attention, wrap_attention
 from .export import PACKAGE, load_run
@@ -250,6 +251,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--raw", action="store_true", help="of the checkpoint the weights themselves, not their average"
     )
+    parser.add_argument("--quick", action="store_true", help="compute in bfloat16, for a look on the way")
     parser.add_argument("--warmup", type=int, default=5, help="first step whose density counts")
     parser.add_argument("--stride", type=int, default=1, help="measure density at every n-th step")
     parser.add_argument("--threads", type=int, default=2)
@@ -258,6 +260,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     pipe = pipelines.load(args.model) if args.run is None else load_run(args.run, averaged=not args.raw)
+    if args.quick:
+        attention.quicken(pipe.transformer)
     PARTS[args.part](pipe, args, call_for(pipe, args.size, args.steps))
 
 

@@ -17,7 +17,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel,
 
 from heart_attention.tiny.patch_codec import PatchCodec
 
-from . import model, train
+from . import attention, model, train
 from .plan import HUNYUAN_PLAN
 
 TEMPLATE_TOKEN = "<template>"  # stands for each token of the prompt template, which the pipeline crops by number
@@ -115,6 +115,8 @@ class HunyuanTrainer(train.Trainer):
         parts = build_parts(seed)
         self.tokenizer = model.build_tokenizer()  # the same ids, without the template
         self.transformer, self.text_encoder, self.text_encoder_2 = parts.values()
+        if self.quick:
+            attention.quicken(self.transformer)
         return parts
 
     def predict(self, noisy, target, sigma, captions, rng, dropout):
@@ -159,10 +161,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/hunyuan"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler")
+    parser.add_argument("--quick", action="store_true", help="bfloat16, see train.py")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
-    trainer = HunyuanTrainer(HUNYUAN_PLAN)
+    trainer = HunyuanTrainer(HUNYUAN_PLAN, quick=args.quick)
     if args.compile:
         trainer.compile()
     train.run(trainer, args.out)

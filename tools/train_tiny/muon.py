@@ -1,4 +1,4 @@
-"""Muon in fp32: momentum whose matrix updates are orthogonalised. torch's own works in bf16, which this avoids."""
+"""Muon: momentum whose matrix updates are orthogonalised, in float32 unless told otherwise (torch's own: bfloat16)."""
 
 import torch
 
@@ -20,7 +20,15 @@ def orthogonalise(g: torch.Tensor, steps: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum; the update has the RMS of an AdamW update, so both share one learning rate."""
 
-    def __init__(self, params, lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.dtype = dtype  # of the orthogonalisation
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -41,5 +49,5 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(p.grad, 1 - momentum)
             directions.append(p.grad.lerp(buffer, momentum))
         scale = 0.2 * max(shape) ** 0.5 * group["lr"]
-        for p, update in zip(params, orthogonalise(torch.stack(directions)), strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=scale)
+        for p, update in zip(params, orthogonalise(torch.stack(directions).to(self.dtype)), strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(p.dtype), alpha=scale)

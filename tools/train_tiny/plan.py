@@ -99,8 +99,8 @@ FRESH_PLAN = (
     Phase(1600, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0, text=SOME),
     Phase(2400, (3e-3, 3e-3), ((0.8, PICTURE), (0.2, STRETCH)), data.CUT, MIDDLE_NOISE, focus=3.0),
     Phase(2900, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=3.0),
-    Phase(5300, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
-    Phase(7500, (3e-3, 1e-4), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0),
+    Phase(10500, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
+    Phase(17500, (3e-3, 1e-4), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0),
 )
 # By name: the phases, the number of layers, and whether words are spelled.
 PLANS = {"shipped": (PLAN, 6, False), "deep": (DEEP_PLAN, 9, False), "fresh": (FRESH_PLAN, 9, True)}

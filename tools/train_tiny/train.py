@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from heart_attention.tiny import scene
 
-from . import data, model, words
+from . import attention, data, model, words
 from .muon import Muon
 from .plan import PLAN, PLANS, Canvas, Phase, phase_at
 
@@ -57,9 +57,14 @@ class Trainer:
     gains: tuple[str, ...] = (".attn1.norm_",)  # parts of the names of the QK-norm gains
 
     def __init__(
-        self, plan: tuple[Phase, ...] = PLAN, seed: int = 0, layers: int = model.LAYERS, spelled: bool = False
+        self,
+        plan: tuple[Phase, ...] = PLAN,
+        seed: int = 0,
+        layers: int = model.LAYERS,
+        spelled: bool = False,
+        quick: bool = False,
     ):
-        self.plan, self.seed, self.step, self.spelled = plan, seed, 0, spelled
+        self.plan, self.seed, self.step, self.spelled, self.quick = plan, seed, 0, spelled, quick
         self.codec = model.fit_codec(seed)
         modules = self._build(seed, layers)
         self.named = [(f"{name}.{n}", p) for name, module in modules.items() for n, p in module.named_parameters()]
@@ -74,7 +79,9 @@ class Trainer:
         self.transformer, self.text_encoder, self.tokenizer = model.initialise(seed, layers)
         if self.spelled:
             model.spell_words(self.text_encoder, seed)
-        self.cross = PaddedTextAttention()
+        if self.quick:
+            attention.quicken(self.transformer)
+        self.cross = attention.QuickAttention() if self.quick else PaddedTextAttention()
         for block in self.transformer.blocks:
             block.attn2.set_processor(self.cross)
         return {"transformer": self.transformer, "text_encoder": self.text_encoder}
@@ -89,7 +96,8 @@ class Trainer:
             else:
                 rest.append(p)
         groups = [{"params": rest, "factor": 1.0}, {"params": gains, "factor": GAIN_LR}]
-        return [Muon(matrices, weight_decay=0.01), torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)]
+        muon = Muon(matrices, weight_decay=0.01, dtype=torch.bfloat16 if self.quick else torch.float32)
+        return [muon, torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)]
 
     def _set_lr(self, lr: float) -> None:
         for optimiser in self.optimisers:
@@ -268,11 +276,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--plan", choices=PLANS, default="shipped")
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler")
+    parser.add_argument(
+        "--quick", action="store_true", help="bfloat16, for CPUs that have it: three times as quick there"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
     plan, layers, spelled = PLANS[args.plan]
-    trainer = Trainer(plan, args.seed, layers, spelled)
+    trainer = Trainer(plan, args.seed, layers, spelled, args.quick)
     if args.compile:
         trainer.compile()
     run(trainer, args.out)
