@@ -50,6 +50,7 @@ bench: $(STAMP)
 SHIPPED := src/heart_attention/tiny/calibrations
 PAPER := $(SHIPPED)/xattention-paper.heart.json $(SHIPPED)/svg2-paper.heart.json
 JOINT := $(SHIPPED)/xattention.heart.json $(SHIPPED)/svg2.heart.json $(SHIPPED)/heart.heart.json $(SHIPPED)/student.heart.json
+HUNYUAN := $(patsubst %,$(SHIPPED)/hunyuan-%.heart.json,xattention-paper svg2-paper xattention svg2 heart)
 POINTS := --points default --contexts 8 --held-out-contexts 8 --rounds 1
 $(SHIPPED)/xattention-paper.heart.json: OPTIONS := --method probes --backbone xattention --steps 25
 $(SHIPPED)/svg2-paper.heart.json: OPTIONS := --method probes --backbone svg2 --steps 25
@@ -57,18 +58,25 @@ $(SHIPPED)/xattention.heart.json: OPTIONS := --backbone xattention --steps 25 --
 $(SHIPPED)/svg2.heart.json: OPTIONS := --backbone svg2 --steps 25 --contexts 6
 $(SHIPPED)/heart.heart.json: OPTIONS := $(POINTS) --phases 4 --budget time=0.30
 $(SHIPPED)/student.heart.json: OPTIONS := $(POINTS) --model tiny-student --steps 8 --guidance 1 --budget time=0.48
-$(PAPER) $(JOINT): | $(STAMP)
+$(SHIPPED)/hunyuan-xattention-paper.heart.json: OPTIONS := --model tiny-hunyuan --method probes --backbone xattention --steps 25
+$(SHIPPED)/hunyuan-svg2-paper.heart.json: OPTIONS := --model tiny-hunyuan --method probes --backbone svg2 --steps 25
+$(SHIPPED)/hunyuan-xattention.heart.json: OPTIONS := --model tiny-hunyuan --backbone xattention --steps 25 --contexts 6
+$(SHIPPED)/hunyuan-svg2.heart.json: OPTIONS := --model tiny-hunyuan --backbone svg2 --steps 25 --contexts 6
+$(SHIPPED)/hunyuan-heart.heart.json: OPTIONS := --model tiny-hunyuan $(POINTS) --phases 4 --budget time=0.30
+$(PAPER) $(JOINT) $(HUNYUAN): | $(STAMP)
 	$(BIN)/heart calibrate $(OPTIONS) --work runs/$(notdir $@).work --out $@
-calibrations: $(PAPER) $(JOINT)
+calibrations: $(PAPER) $(JOINT) $(HUNYUAN)
 
 # The paper's tables and figures on the embedded model; a stopped run goes on. What was timed while the machine was busy is
 # marked; `make reproduce RETIME=--retime` on an idle one makes that part again.
 PROMPTS ?= 4
+ROWS := dense,xattention,xattention+tmr,xattention+ebc,xattention+heart,xattention+joint,svg2,svg2+tmr,svg2+ebc,svg2+heart,svg2+joint
 reproduce: $(STAMP)-plots $(PAPER)
 	$(BIN)/heart fetch-weights lpips
-	$(BIN)/heart compare --limit $(PROMPTS) --out runs/compare --docs docs/reproduction.md $(RETIME) --methods dense,xattention,\
-	xattention+tmr,xattention+ebc,xattention+heart,xattention+joint,svg2,svg2+tmr,svg2+ebc,svg2+heart,svg2+joint
+	$(BIN)/heart compare --limit $(PROMPTS) --out runs/compare --docs docs/reproduction.md $(RETIME) --methods $(ROWS)
 	$(BIN)/heart report runs/compare
+	$(BIN)/heart compare --model tiny-hunyuan --limit $(PROMPTS) --out runs/compare-hunyuan --docs docs/reproduction.md $(RETIME) \
+	--methods $(ROWS)
 	$(BIN)/heart ablate all --quick --steps 25 --seeds 0,1 --out runs/ablate --docs docs/reproduction.md $(RETIME)
 	$(BIN)/heart study all --out runs/study --docs docs/reproduction.md
 

@@ -110,7 +110,7 @@ def check_docs(args: argparse.Namespace, part: str) -> None:
         raise HeartError(f"there is no page {args.docs!r} to fill: give docs/reproduction.md of a checkout")
     from ..evaluation.studies import reproduction
 
-    reproduction.check_page(args.docs, part)
+    reproduction.check_page(args.docs, part, args.model)
 
 
 def add_json(parser: Any, what: str = "the result") -> None:

@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from heart_attention import HeartError
 from heart_attention.evaluation.studies import reproduction
 
 PAGE = "\n".join(("# P", *reproduction.STUDIES_MARKS, "middle", *reproduction.ABLATIONS_MARKS, "end", ""))
@@ -57,3 +60,20 @@ def test_a_comparison_fills_the_main_table(tmp_path):
     before = page.read_text()
     reproduction.fill(page, compared=tmp_path / "nothing")
     assert page.read_text() == before
+
+
+def test_another_model_has_a_table_of_its_own(tmp_path):
+    rows = [{"method": "dense", "prompt": "p", "seed": 0, "attention_s": 1.0, "total_s": 2.0, "density": None, "refresh_rate": None}]  # fmt: skip
+    made = {"schema": "heart-results/1", "provenance": {"model": "tiny-hunyuan"}, "conventions": {}, "rows": rows}
+    folder, page = tmp_path / "c", tmp_path / "p.md"
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(made))
+    (folder / "table.md").write_text("| the other table |")
+    own = reproduction.marks_of("compare", "tiny-hunyuan")
+    page.write_text("\n".join((*reproduction.COMPARED_MARKS, *own)))
+    reproduction.fill(page, compared=folder)
+    before, _, after = page.read_text().partition(own[0])
+    assert "| the other table |" in after and "table" not in before
+    page.write_text("\n".join(reproduction.COMPARED_MARKS))
+    with pytest.raises(HeartError, match="compare --model tiny-hunyuan"):
+        reproduction.check_page(page, "compare", "tiny-hunyuan")

@@ -18,6 +18,7 @@ STUDIES_MARKS = ("<!-- figures: made by heart study all -->", "<!-- /figures of 
 COMPARED_MARKS = ("<!-- figures: made by heart compare -->", "<!-- /figures of compare -->")
 ABLATIONS_MARKS = ("<!-- figures: made by heart ablate all -->", "<!-- /figures of ablations -->")
 MARKS = {"studies": STUDIES_MARKS, "ablations": ABLATIONS_MARKS, "compare": COMPARED_MARKS}
+MAIN_MODEL = "tiny"  # comparisons of other models stand between marks that name them
 
 
 def _f(value, digits: int = 3) -> str:
@@ -128,7 +129,8 @@ def fill(
         lines = _ablations(Path(ablations))
         text = _between(text, ABLATIONS_MARKS, ["## Ablations\n", *lines] if lines else [])
     if compared is not None:
-        text = _between(text, COMPARED_MARKS, _compared(Path(compared)))
+        model = files.load(compared)["provenance"].get("model") if (Path(compared) / "table.md").is_file() else MAIN_MODEL
+        text = _between(text, marks_of("compare", model), _compared(Path(compared)))
     return write_atomic(page, text)
 
 
@@ -137,9 +139,17 @@ def _findings(folder: Path) -> dict[str, dict]:
     return {n: read_json(folder / f"{n}.json") for n in STUDIES if (folder / f"{n}.json").is_file()}
 
 
-def check_page(page: str | Path, part: str) -> None:
-    """Raise unless the page has the marks between which "studies", "ablations" or "compare" stands."""
-    _check_marks(Path(page).read_text(encoding="utf-8", errors="replace"), MARKS[part])
+def marks_of(part: str, model: str | None = MAIN_MODEL) -> tuple[str, str]:
+    """The lines between which "studies", "ablations" or "compare" stands, the last of this model."""
+    begin, end = MARKS[part]
+    if part != "compare" or model in (None, MAIN_MODEL):
+        return begin, end
+    return begin.replace("compare", f"compare --model {model}"), end.replace("compare", f"compare --model {model}")
+
+
+def check_page(page: str | Path, part: str, model: str | None = MAIN_MODEL) -> None:
+    """Raise unless the page has the marks of that part."""
+    _check_marks(Path(page).read_text(encoding="utf-8", errors="replace"), marks_of(part, model))
 
 
 def _check_marks(text: str, marks: tuple[str, str]) -> None:
