@@ -65,6 +65,15 @@ def test_start_noise_belongs_to_seed_and_prompt():
     assert not torch.equal(latents[0], latents[2]) and not torch.equal(latents[0], latents[3])
 
 
+def test_nothing_is_computed_after_the_last_wanted_step():
+    pipe, forwards, found = wan_pipe(layers=1), [], []
+    pipe.transformer.register_forward_hook(lambda *_: forwards.append(1))
+    with Replay(pipe.transformer, pipe.scheduler) as replay:
+        trajectory.record(pipe, replay, 0, "x", [0, 2], CALL, 0, found.append)
+    assert [c.step for c in found] == [0, 2] and len(forwards) == 2 * 3  # two branches
+    assert not pipe.interrupt
+
+
 def test_a_step_that_never_comes_is_an_error():
     pipe = wan_pipe(layers=1)
     with (

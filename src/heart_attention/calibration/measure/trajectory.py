@@ -199,6 +199,11 @@ class _Watch:
             self.keep(self._context(velocity))
         self.step, self.calls, self.attended = self.step + 1, [], 0
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing that is still to come is wanted."""
+        return not self.layers and self.step > max(self.wanted)
+
     def _under_a_cache(self, velocity: torch.Tensor) -> None:
         if self.step in self.wanted and self.calls:
             self.due.append(self.step)
@@ -256,6 +261,8 @@ def _watching(pipe: Any, replay: Replay, watch: _Watch) -> Iterator[None]:
 
     def step(model_output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         watch.scheduler_step(model_output)
+        if watch.over and hasattr(pipe, "interrupt"):
+            pipe._interrupt = True  # diffusers' own way to end a generation: steps that are left do nothing
         return original(model_output, *args, **kwargs)
 
     hook = replay.transformer.register_forward_hook(watch.after_forward, with_kwargs=True)
@@ -265,6 +272,8 @@ def _watching(pipe: Any, replay: Replay, watch: _Watch) -> Iterator[None]:
             yield
     finally:
         hook.remove()
+        if getattr(pipe, "_interrupt", False):
+            pipe._interrupt = False
         if overridden:
             scheduler.step = original
         else:
@@ -278,7 +287,8 @@ def record(
     """Generate once, dense, and hand each wanted step's context to `keep`.
 
     `prompt` numbers the prompt `text`; `call` goes to the pipeline as it is; the start noise belongs to
-    (seed, prompt) alone. `cached`: a cache is on, and steps that it leaves out are not measured.
+    (seed, prompt) alone. `cached`: a cache is on, and steps that it leaves out are not measured. Nothing is computed after
+    the last step that is wanted, where the pipeline can be interrupted.
     """
     wanted = {int(s) for s in steps}
     generator = torch.Generator("cpu").manual_seed(draws.torch_seed(seed, "noise", prompt))
