@@ -42,6 +42,7 @@ SIZES = ("native", "quick")
 
 def generate(pipe, prompt: str, call: dict, seed: int = 0) -> np.ndarray:
     """Frames [T, H, W, 3] in 0..1."""
+    call = {"output_type": "np", **call}
     return pipe(prompt, generator=torch.Generator().manual_seed(seed), **call).frames[0]
 
 

@@ -107,10 +107,10 @@ PLANS = {"shipped": (PLAN, 6, False), "deep": (DEEP_PLAN, 9, False), "fresh": (F
 # HunyuanVideo's from scratch, in the same order; its text needs no padding in training (hunyuan.velocity).
 HUNYUAN_PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, PICTURE),), data.CUT, MIDDLE_NOISE),
-    Phase(2600, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0),
-    Phase(3800, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
-    Phase(5500, (3e-3, 1e-3), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0),
-    Phase(6000, (1e-3, 1e-4), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0, guided=True),
+    Phase(3600, (3e-3, 3e-3), ((0.6, PICTURE), (0.4, SKETCH)), data.CUT, MIDDLE_NOISE, focus=3.0),
+    Phase(5000, (3e-3, 3e-3), CUT_MIX, data.CUT, MIDDLE_NOISE, focus=8.0),
+    Phase(7000, (3e-3, 1e-3), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0),
+    Phase(7700, (1e-3, 1e-4), WHOLE_MIX, data.CUT, MOST_NOISE, focus=8.0, guided=True),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
