@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from tools.train_tiny import costs, data, density, export, grow, model, plan, train, words
+from tools.train_tiny import costs, data, density, export, model, plan, train
 from tools.train_tiny.muon import orthogonalise
 
 from heart_attention import tiny
@@ -51,19 +50,6 @@ def test_training_never_shows_held_out_combinations():
     assert set(data.TRAIN).isdisjoint(splits["heldout"] + splits["demo"])
 
 
-def test_clips_that_are_alike_differ_in_nothing_but_their_shapes():
-    clips = data.batch(1, 4, 8, 2, (64, 64), data.CALM, alike=4)
-    assert [c[1] for c in clips.combos] == 2 * list(scene.SHAPES)
-    assert set(clips.combos) <= set(data.TRAIN)
-    for first in (0, 4):
-        own = slice(first, first + 4)
-        assert len({(c, m, g) for c, _, m, g in clips.combos[own]}) == 1
-        far = clips.near[own].amax((0, 1)) == 0
-        assert all(torch.equal(v[:, far], clips.video[first][:, far]) for v in clips.video[own])
-    with pytest.raises(ValueError, match="sets of 4"):
-        data.batch(1, 4, 6, 2, (64, 64), data.CALM, alike=4)
-
-
 def test_a_picture_is_a_moment_of_a_whole_clip():
     combo, rng = data.TRAIN[0], torch.Generator
     whole = data.render([combo], 16, (64, 64), rng().manual_seed(1), data.CALM)
@@ -79,7 +65,6 @@ def test_a_picture_is_a_moment_of_a_whole_clip():
 def test_spelled_words_are_at_right_angles_whatever_stands_beside_them():
     tokenizer = model.build_tokenizer()
     encoder = model.build_text_encoder(len(tokenizer)).eval()
-    model.spell_words(encoder)
     ids = tokenizer(["a circle moves left", "on a red square", "ring up"], padding=True, return_tensors="pt")
     with torch.no_grad():
         seen = encoder(ids.input_ids, ids.attention_mask).last_hidden_state[ids.attention_mask.bool()]
@@ -151,24 +136,6 @@ def test_resume_is_exact(tmp_path):
     assert all(torch.equal(straight.ema[n], second.ema[n]) for n in straight.ema)
 
 
-def test_a_deepened_model_computes_the_same_at_first():
-    assert [place for place, added in grow.sources(6, 9) if added] == [0, 2, 4]
-    with pytest.raises(ValueError, match="layers can grow"):
-        grow.sources(6, 13)
-    state = grow.state(grow.deepen(grow.packaged(), 6, 9), step=3)
-    trainer = train.Trainer(plan.SMOKE_PLAN, layers=9)
-    trainer.restore(state)
-    x, text = torch.randn(1, model.Z_DIM, 2, 4, 4), torch.randn(1, 12, model.TEXT_DIM)
-    with torch.no_grad():
-        for block in trainer.transformer.blocks:
-            block.attn2.set_processor(WanAttnProcessor())
-        deep, flat = (
-            m(x, torch.tensor([300.0]), text, return_dict=False)[0]
-            for m in (trainer.transformer, tiny.load().transformer)
-        )
-    assert trainer.step == 3 and torch.allclose(deep, flat, atol=1e-5)
-
-
 def test_focus_counts_what_is_near_the_object_more():
     trainer = train.Trainer(plan.SMOKE_PLAN)
     clips = data.batch(0, 0, 2, 2, (32, 32), data.CALM)
@@ -198,49 +165,39 @@ def test_training_goes_on_from_a_thin_checkpoint(tmp_path):
     assert all(w.dtype == torch.float32 for w in again.ema.values())
 
 
+def test_training_goes_on_from_packaged_weights(tmp_path):
+    state = torch.load(export.unpack("model", 3, tmp_path) / "checkpoint.pt", weights_only=True)
+    trainer = train.Trainer(plan.SMOKE_PLAN)
+    trainer.restore(state)
+    own = tiny.load().transformer.state_dict()
+    assert trainer.step == 3
+    assert all(torch.equal(p, own[n]) for n, p in trainer.transformer.named_parameters())
+
+
 def test_restore_refuses_another_seed():
     trainer = train.Trainer(plan.SMOKE_PLAN)
     with pytest.raises(ValueError, match="seed"):
         trainer.restore({"seed": 1})
 
 
-def test_taught_words_are_heard_and_others_stay():
-    trainer = train.Trainer(plan.SMOKE_PLAN)
-    probe = {w: f"a red circle moves {w} on a gray background" for w in scene.MOTIONS}
-
-    def projected():
-        with torch.no_grad():
-            text = trainer._text(list(probe.values()), torch.Generator(), dropout=0.0)
-            return trainer.transformer.condition_embedder.text_embedder(text)
-
-    def spread(x):
-        return (x - x.mean(0)).norm(dim=-1).mean(0)
-
-    before = projected()
-    words.teach(trainer, words.Lesson(tuple(scene.MOTIONS), canvas=(2, 2, 4, 4), steps=2), data.LIT)
-    after = projected()
-    place = 4  # of the motion in these captions
-    assert spread(after)[place] > 3 * spread(before)[place]
-    colour = 1
-    assert (after - before)[:, colour].norm() < 0.5 * (after - before)[:, place].norm()
-    assert all(torch.equal(trainer.ema[n], p) for n, p in trainer.named)
-
-
-def test_plan_goes_forward_and_ends():
+@pytest.mark.parametrize("phases", (plan.PLAN, plan.HUNYUAN_PLAN), ids=("wan", "hunyuan"))
+def test_plan_goes_forward_and_ends(phases):
     begin = 0
-    for phase in plan.DEEP_PLAN:
+    for phase in phases:
         assert phase.until > begin
         assert sum(w for w, _ in phase.mix) == pytest.approx(1.0)
         begin = phase.until
     with pytest.raises(ValueError, match="beyond"):
-        plan.phase_at(plan.PLAN, plan.PLAN[-1].until)
+        plan.phase_at(phases, phases[-1].until)
 
 
 def test_random_control_is_where_training_starts():
     transformer, text_encoder, _ = model.initialise(0)
     control = tiny.load_random(0)
     assert all(torch.equal(p, control.transformer.state_dict()[n]) for n, p in transformer.state_dict().items())
-    assert all(torch.equal(p, control.text_encoder.state_dict()[n]) for n, p in text_encoder.state_dict().items())
+    # Both models' words are spelled alike; training's last stretch went on from weights in half precision.
+    said, spelled = (encoder.shared.weight for encoder in (control.text_encoder, text_encoder))
+    assert torch.allclose(said, spelled, atol=2e-3 * model.LOUD)
 
 
 def test_orthogonalise_flattens_singular_values():

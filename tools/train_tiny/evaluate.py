@@ -103,7 +103,7 @@ def contact_sheet(clips: list[np.ndarray], prompts: list[str], path: Path, colum
         strip = np.concatenate([clip[t] for t in picks], axis=1)
         sheet.paste(Image.fromarray((strip * 255).round().astype(np.uint8)), (x, y + label))
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, optimize=True)
+    sheet.quantize(colors=256).save(path, optimize=True)
 
 
 def measure_density(pipe, prompts: list[str], call: dict, warmup: int = 5, stride: int = 1) -> dict:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from . import grow, hunyuan, model
+from heart_attention import tiny
+
+from . import hunyuan, model
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "heart_attention" / "tiny"
 
@@ -18,8 +20,7 @@ def pipeline_from(state: dict, averaged: bool = True):
         parts = hunyuan.build_parts(state["seed"])
         _take(parts, weights)
         return hunyuan.build_pipeline(*parts.values(), model.fit_codec(state["seed"]))
-    layers = 1 + max(int(n.split(".")[2]) for n in weights if n.startswith("transformer.blocks."))
-    transformer, text_encoder, tokenizer = model.initialise(state["seed"], layers)
+    transformer, text_encoder, tokenizer = model.initialise(state["seed"])
     _take({"transformer": transformer, "text_encoder": text_encoder}, weights)
     return model.build_pipeline(transformer, text_encoder, tokenizer, model.fit_codec(state["seed"]))
 
@@ -56,8 +57,10 @@ def load_run(run: Path, averaged: bool = True):
 
 
 def export(run: Path, out: Path) -> Path:
-    """Write ``out`` (a diffusers folder, safetensors) from ``run/checkpoint.pt``."""
-    load_run(run).save_pretrained(out)
+    """Write ``out`` (a diffusers folder, safetensors, the transformer in bfloat16) from ``run/checkpoint.pt``."""
+    pipe = load_run(run)
+    pipe.transformer.to(torch.bfloat16)
+    pipe.save_pretrained(out)
     _name_tokenizers(out)
     return out
 
@@ -66,19 +69,39 @@ def thin(run: Path, out: Path) -> Path:
     """Write what training can go on from in a fifth of the bytes: averaged weights in bfloat16, no optimisers."""
     state = torch.load(run / "checkpoint.pt", weights_only=True)
     weights = {n: w.bfloat16() for n, w in state["ema"].items()}
+    return _light(weights, state["step"], state["seed"], out)
+
+
+def unpack(name: str, step: int, out: Path) -> Path:
+    """Write what training can go on from at this step of its plan, of packaged weights: they are averaged ones too."""
+    pipe = tiny.load(name)
+    parts = {n: getattr(pipe, n, None) for n in ("transformer", "text_encoder", "text_encoder_2")}
+    named = {f"{n}.{m}": p for n, part in parts.items() if part is not None for m, p in part.named_parameters()}
+    return _light({n: p.detach().bfloat16() for n, p in named.items()}, step, 0, out)
+
+
+def _light(weights: dict[str, torch.Tensor], step: int, seed: int, out: Path) -> Path:
+    """A checkpoint of averaged weights alone."""
     out.mkdir(parents=True, exist_ok=True)
-    torch.save(grow.state(weights, state["step"], state["seed"]), out / "checkpoint.pt")
+    light = {"step": step, "seed": seed, "weights": weights, "ema": weights, "optimisers": None}
+    torch.save(light, out / "checkpoint.pt")
     return out
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run ``python -m tools.train_tiny.export --run runs/tiny [--thin runs/handed-on]``."""
+    """Run ``python -m tools.train_tiny.export --run runs/tiny [--thin runs/handed-on]``; or the way back with --unpack."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/tiny"))
     parser.add_argument("--out", type=Path, default=PACKAGE / "weights")
     parser.add_argument("--thin", type=Path, help="write a small checkpoint into this folder instead")
+    parser.add_argument("--unpack", choices=("model", "hunyuan"), help="packaged weights into --run, to train on from")
+    parser.add_argument("--step", type=int, help="with --unpack: of the plan, where training goes on")
     args = parser.parse_args(argv)
-    if args.thin:
+    if (args.unpack is None) != (args.step is None):
+        parser.error("--unpack and --step go together: which weights, and where in their plan")
+    if args.unpack:
+        unpack(args.unpack, args.step, args.run)
+    elif args.thin:
         thin(args.run, args.thin)
     else:
         export(args.run, args.out)

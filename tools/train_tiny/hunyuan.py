@@ -111,7 +111,7 @@ class HunyuanTrainer(train.Trainer):
 
     gains = (".norm_q.", ".norm_k.")
 
-    def _build(self, seed: int, layers: int) -> dict[str, torch.nn.Module]:
+    def _build(self, seed: int) -> dict[str, torch.nn.Module]:
         parts = build_parts(seed)
         self.tokenizer = model.build_tokenizer()  # the same ids, without the template
         self.transformer, self.text_encoder, self.text_encoder_2 = parts.values()

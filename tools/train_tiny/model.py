@@ -19,7 +19,7 @@ Z_DIM = 16  # latent channels: 34 dB on the clips
 PATCH = 4  # pixels a side that one latent pixel covers
 TEXT_DIM = 64
 FLOW_SHIFT = 3.0
-LAYERS = 6  # of the packaged weights
+LAYERS = 9
 LATE_WORDS = ("an",)  # stand last in the vocabulary: it grew when training was already under way
 CAPTION_TOKENS = 12  # at least one more than the longest caption has
 
@@ -46,14 +46,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_text_encoder(vocab: int) -> UMT5EncoderModel:
-    """A two-layer UMT5 encoder, trained jointly with the transformer."""
+def build_text_encoder(vocab: int, seed: int = 0) -> UMT5EncoderModel:
+    """A two-layer UMT5 encoder whose words are spelled, not trained."""
     config = UMT5Config(
         vocab_size=vocab, d_model=TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0,
         relative_attention_num_buckets=16, relative_attention_max_distance=32, pad_token_id=0, eos_token_id=1,
         decoder_start_token_id=0, tie_word_embeddings=False, is_encoder_decoder=False, use_cache=False,
     )  # fmt: skip
-    return UMT5EncoderModel(config)
+    encoder = UMT5EncoderModel(config)
+    spell_words(encoder, seed)
+    return encoder
 
 
 LOUD = 2000.0  # norm of the embeddings: what the encoder's layers add to them does not count
@@ -76,21 +78,19 @@ def word_directions(words: int, seed: int = 0) -> torch.Tensor:
     return directions[:words]
 
 
-def build_transformer(layers: int = LAYERS) -> WanTransformer3DModel:
+def build_transformer() -> WanTransformer3DModel:
     """The Wan2.1 architecture at dim 128: 4 heads of 32."""
     return WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=32, in_channels=Z_DIM, out_channels=Z_DIM,
-        text_dim=TEXT_DIM, freq_dim=64, ffn_dim=512, num_layers=layers, cross_attn_norm=True, rope_max_seq_len=128,
+        text_dim=TEXT_DIM, freq_dim=64, ffn_dim=512, num_layers=LAYERS, cross_attn_norm=True, rope_max_seq_len=128,
     )  # fmt: skip
 
 
-def initialise(
-    seed: int = 0, layers: int = LAYERS
-) -> tuple[WanTransformer3DModel, UMT5EncoderModel, PreTrainedTokenizerFast]:
+def initialise(seed: int = 0) -> tuple[WanTransformer3DModel, UMT5EncoderModel, PreTrainedTokenizerFast]:
     """Transformer, text encoder and tokenizer as they are at step 0 of training: a pure function of the seed."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
-    return build_transformer(layers), build_text_encoder(len(tokenizer)), tokenizer
+    return build_transformer(), build_text_encoder(len(tokenizer), seed), tokenizer
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def fit_codec(seed: int = 0, clips: int = 256) -> dict[str, torch.Tensor]:
     Latents are scaled to std (s_i / s_0)^1/2, half way between whitened and not: full whitening would make the
     rare edge components as loud as colour, none would drown them in noise.
     """
-    video = data.batch(seed + 77, 0, clips, 8, (64, 64), data.SLOW).video
+    video = data.codec_clips(seed + 77, 0, clips, 8, (64, 64))
     patches = patchify(video, PATCH).movedim(1, -1).reshape(-1, 3 * PATCH * PATCH)
     mean = patches.mean(0)
     variance, basis = torch.linalg.eigh(torch.cov(patches.double().T))
@@ -121,7 +121,7 @@ def encode(video: torch.Tensor, codec: dict[str, torch.Tensor]) -> torch.Tensor:
 @functools.cache
 def latent_scale(seed: int = 0) -> torch.Tensor:
     """Standard deviation of each latent channel over clips [Z]."""
-    return encode(data.batch(seed + 78, 0, 64, 4, (64, 64), data.SLOW).video, fit_codec(seed)).std((0, 2, 3, 4))
+    return encode(data.codec_clips(seed + 78, 0, 64, 4, (64, 64)), fit_codec(seed)).std((0, 2, 3, 4))
 
 
 def _pass_through(coder, weight_in: torch.Tensor, weight_out: torch.Tensor, bias_out: torch.Tensor) -> None:

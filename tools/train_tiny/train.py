@@ -17,11 +17,9 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch.nn import functional
 
-from heart_attention.tiny import scene
-
-from . import attention, data, model, words
+from . import attention, data, model
 from .muon import Muon
-from .plan import PLAN, PLANS, Canvas, Phase, phase_at
+from .plan import PLAN, Canvas, Phase, phase_at
 
 log = logging.getLogger("train_tiny")
 
@@ -56,17 +54,10 @@ class Trainer:
 
     gains: tuple[str, ...] = (".attn1.norm_",)  # parts of the names of the QK-norm gains
 
-    def __init__(
-        self,
-        plan: tuple[Phase, ...] = PLAN,
-        seed: int = 0,
-        layers: int = model.LAYERS,
-        spelled: bool = False,
-        quick: bool = False,
-    ):
-        self.plan, self.seed, self.step, self.spelled, self.quick = plan, seed, 0, spelled, quick
+    def __init__(self, plan: tuple[Phase, ...] = PLAN, seed: int = 0, quick: bool = False):
+        self.plan, self.seed, self.step, self.quick = plan, seed, 0, quick
         self.codec = model.fit_codec(seed)
-        modules = self._build(seed, layers)
+        modules = self._build(seed)
         self.named = [(f"{name}.{n}", p) for name, module in modules.items() for n, p in module.named_parameters()]
         self.ema = {n: p.detach().clone() for n, p in self.named}
         self.optimisers = self._optimisers()
@@ -74,11 +65,9 @@ class Trainer:
         weight = model.latent_scale(seed).view(1, -1, 1, 1, 1)
         self.weight = weight / weight.mean()
 
-    def _build(self, seed: int, layers: int) -> dict[str, torch.nn.Module]:
+    def _build(self, seed: int) -> dict[str, torch.nn.Module]:
         """The modules that are trained, by the name that they have in the pipeline."""
-        self.transformer, self.text_encoder, self.tokenizer = model.initialise(seed, layers)
-        if self.spelled:
-            model.spell_words(self.text_encoder, seed)
+        self.transformer, self.text_encoder, self.tokenizer = model.initialise(seed)
         if self.quick:
             attention.quicken(self.transformer)
         self.cross = attention.QuickAttention() if self.quick else PaddedTextAttention()
@@ -136,9 +125,8 @@ class Trainer:
     def loss(self, canvas: Canvas, rng: torch.Generator, phase: Phase) -> torch.Tensor:
         """The loss of this step's batch on a canvas."""
         b, t, h, w = canvas
-        alike = len(scene.SHAPES) if phase.alike and b % len(scene.SHAPES) == 0 else 1
-        clips = data.batch(self.seed, self.step, b, t, (8 * h, 8 * w), phase.world, alike)
-        shift = torch.tensor([phase.shifts[(self.step + i // alike) % len(phase.shifts)] for i in range(b)])
+        clips = data.batch(self.seed, self.step, b, t, (8 * h, 8 * w), phase.world)
+        shift = torch.tensor([phase.shifts[(self.step + i) % len(phase.shifts)] for i in range(b)])
         return self.flow_loss(clips, shift, rng, focus=phase.focus)
 
     def flow_loss(
@@ -155,11 +143,10 @@ class Trainer:
         object is, a weight that knows would teach the model to see objects everywhere.
         """
         x = model.encode(clips.video, self.codec)
-        sets = len(x) // clips.alike
-        # Stratified over the batch: less noise in the gradient. Clips that are alike have the same noise.
-        u = ((torch.arange(sets) + torch.rand(sets, generator=rng)) / sets).repeat_interleave(clips.alike)
+        # Stratified over the batch: less noise in the gradient.
+        u = (torch.arange(len(x)) + torch.rand(len(x), generator=rng)) / len(x)
         sigma = shift * u / (1 + (shift - 1) * u)
-        noise = torch.randn((sets, *x.shape[1:]), generator=rng).repeat_interleave(clips.alike, 0)
+        noise = torch.randn(x.shape, generator=rng)
         s = sigma.view(-1, 1, 1, 1, 1)
         velocity, target = self.predict((1 - s) * x + s * noise, noise - x, sigma, clips.captions, rng, dropout)
         weight = self.weight
@@ -170,9 +157,7 @@ class Trainer:
 
     def train_step(self) -> tuple[float, Canvas]:
         """Advance by one step; returns the loss and the canvas it was taken on."""
-        phase, lr, over = phase_at(self.plan, self.step)
-        if phase.teach and over == 0:
-            words.teach(self, phase.teach, phase.world)
+        phase, lr = phase_at(self.plan, self.step)
         rng = torch.Generator().manual_seed((self.seed + 1) * 7_000_003 + self.step)
         weights = torch.tensor([w for w, _ in phase.mix])
         canvas = phase.mix[int(torch.multinomial(weights, 1, generator=rng))][1]
@@ -218,7 +203,7 @@ class Trainer:
         for name, p in self.named:
             p.copy_(state["weights"][name])
         self.ema = {n: state["ema"][n].to(p.dtype, copy=True) for n, p in self.named}
-        if state["optimisers"] is None:  # weights alone, see grow.py and export.thin
+        if state["optimisers"] is None:  # weights alone, see export.thin
             return
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
@@ -274,7 +259,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--plan", choices=PLANS, default="shipped")
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler")
     parser.add_argument(
         "--quick", action="store_true", help="bfloat16, for CPUs that have it: three times as quick there"
@@ -282,8 +266,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
-    plan, layers, spelled = PLANS[args.plan]
-    trainer = Trainer(plan, args.seed, layers, spelled, args.quick)
+    trainer = Trainer(PLAN, args.seed, args.quick)
     if args.compile:
         trainer.compile()
     run(trainer, args.out)
