@@ -51,13 +51,13 @@ SHIPPED := src/heart_attention/tiny/calibrations
 PAPER := $(SHIPPED)/xattention-paper.heart.json $(SHIPPED)/svg2-paper.heart.json
 JOINT := $(SHIPPED)/xattention.heart.json $(SHIPPED)/svg2.heart.json $(SHIPPED)/heart.heart.json $(SHIPPED)/student.heart.json
 HUNYUAN := $(patsubst %,$(SHIPPED)/hunyuan-%.heart.json,xattention-paper svg2-paper xattention svg2 heart)
-POINTS := --points default --contexts 8 --held-out-contexts 8 --rounds 1
+POINTS := --points default --contexts 6 --held-out-contexts 6 --rounds 1
 $(SHIPPED)/xattention-paper.heart.json: OPTIONS := --method probes --backbone xattention --steps 25
 $(SHIPPED)/svg2-paper.heart.json: OPTIONS := --method probes --backbone svg2 --steps 25
 $(SHIPPED)/xattention.heart.json: OPTIONS := --backbone xattention --steps 25 --contexts 6
 $(SHIPPED)/svg2.heart.json: OPTIONS := --backbone svg2 --steps 25 --contexts 6
 $(SHIPPED)/heart.heart.json: OPTIONS := $(POINTS) --phases 4 --budget time=0.30
-$(SHIPPED)/student.heart.json: OPTIONS := $(POINTS) --model tiny-student --steps 8 --guidance 1 --budget time=0.48
+$(SHIPPED)/student.heart.json: OPTIONS := --points default --contexts 8 --held-out-contexts 8 --rounds 1 --model tiny-student --steps 8 --guidance 1 --budget time=0.48
 $(SHIPPED)/hunyuan-xattention-paper.heart.json: OPTIONS := --model tiny-hunyuan --method probes --backbone xattention --steps 25
 $(SHIPPED)/hunyuan-svg2-paper.heart.json: OPTIONS := --model tiny-hunyuan --method probes --backbone svg2 --steps 25
 $(SHIPPED)/hunyuan-xattention.heart.json: OPTIONS := --model tiny-hunyuan --backbone xattention --steps 25 --contexts 6
@@ -71,7 +71,7 @@ calibrations: $(PAPER) $(JOINT) $(HUNYUAN)
 # marked; `make reproduce RETIME=--retime` on an idle one makes that part again.
 PROMPTS ?= 4
 ROWS := dense,xattention,xattention+tmr,xattention+ebc,xattention+heart,xattention+joint,svg2,svg2+tmr,svg2+ebc,svg2+heart,svg2+joint
-reproduce: $(STAMP)-plots $(PAPER)
+reproduce: $(STAMP)-plots $(PAPER) $(HUNYUAN)
 	$(BIN)/heart fetch-weights lpips
 	$(BIN)/heart compare --limit $(PROMPTS) --out runs/compare --docs docs/reproduction.md $(RETIME) --methods $(ROWS)
 	$(BIN)/heart report runs/compare

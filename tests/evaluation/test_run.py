@@ -226,7 +226,7 @@ def test_calls_that_ran_dense_count_as_density_one(tiny_pipe, small_call):
     chosen = methods.build("xattention", tiny_pipe, "tiny")
     row = run.generate(tiny_pipe, chosen, PROMPT, 0, run.Setting("tiny", small_call))[1]
     assert row["dense_share"] == 1.0 and row["density"] == 1.0 and row["refresh_rate"] is None
-    assert sum(row["dense_reasons"].values()) == 6 * 2 * 4 and "warm-up step" not in row["dense_reasons"]
+    assert sum(row["dense_reasons"].values()) == 9 * 2 * 4 and "warm-up step" not in row["dense_reasons"]
 
 
 def test_warming_up_says_nothing_and_leaves_the_logger_as_it_was(caplog):

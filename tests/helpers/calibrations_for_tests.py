@@ -15,7 +15,7 @@ def paper_calibration(path) -> str:
     """A file that says it was made by the paper's protocol; its figures are the shipped one's."""
     made = Calibration.load(JOINT)
     keep = [list(made.candidates).index(t) for t in methods.PAPER_CANDIDATES]
-    settings = {**made.settings, "strata": "paper", "mean": "plain"}
+    settings = {**made.settings, "strata": "paper", "mean": "plain", "dense_steps": 5}
     paper = replace(
         made, method="probes", candidates=methods.PAPER_CANDIDATES, E=made.E[..., keep], S=made.S[..., keep], bands=None,
         cost=None, points=None, choice=None, thresholds=made.thresholds.clip(0.85, 0.95), settings=settings, shipped=False,

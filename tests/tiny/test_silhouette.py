@@ -14,7 +14,7 @@ from tools.train_tiny import data, model
 from heart_attention import tiny
 from heart_attention.tiny import scene, silhouette
 
-WORLDS = {"lit": data.LIT, "calm": data.CALM}
+WORLDS = {"whole": data.CALM, "cut": data.CUT}
 
 
 def frames_of(video) -> np.ndarray:

@@ -14,8 +14,7 @@ def test_it_is_small_and_not_the_model():
     files = [path for path in Path(tiny.path("student")).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 5e6
     student, model = tiny.load("student").transformer, tiny.load().transformer
-    assert student.config.num_layers == model.config.num_layers and student.dtype == torch.float32
-    assert not torch.equal(student.proj_out.weight, model.proj_out.weight)
+    assert (student.config.num_layers, model.config.num_layers) == (6, 9) and student.dtype == torch.float32
 
 
 def test_four_steps_without_guidance_give_what_was_asked():

@@ -306,7 +306,7 @@ def test_the_command_writes_a_config_that_serves(tmp_path, capsys):
     loaded = HeartConfig.load(path)
     assert told["order"] == [list(row) for row in loaded.order]
     assert told["thresholds"] == [list(row) for row in loaded.thresholds]
-    assert len(loaded.order) == 6 and len(loaded.order[0]) == 4 and told["moved"] > 0
+    assert len(loaded.order) == 9 and len(loaded.order[0]) == 4 and told["moved"] > 0
     pipe = pipelines.load("tiny")
     call = pipelines.call_arguments("tiny", pipe, steps=7, quick=True)
     with heart.enabled(pipe, loaded.replace(force_sparse=True)):

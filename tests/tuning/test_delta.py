@@ -127,7 +127,7 @@ def test_the_command_on_the_embedded_model(tmp_path, capsys):
     out = tmp_path / "c.json"
     assert main.main([*QUICK, "--json", "--relative", "--per-layer", "--target", "0.8", "--out", str(out)]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert len(told["delta"]) == 6 and told["iou"] >= 0.8 and len(told["curve"]) > 5
+    assert len(told["delta"]) == 9 and told["iou"] >= 0.8 and len(told["curve"]) > 5
     pipe = tiny.load()
     with heart.enabled(pipe, out):
         assert heart.stats(pipe)["config"]["_data"]["reuse"]["_data"]["relative"] == told["delta"]
