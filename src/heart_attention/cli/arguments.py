@@ -31,7 +31,9 @@ def add_command(commands: Any, name: str, summary: str, func: Callable, more: st
 def add_model(parser: Any) -> None:
     """Which model."""
     parser.add_argument(
-        "--model", default="tiny", help="embedded model (tiny, the default, or tiny-student), a folder, or a hub id"
+        "--model",
+        default="tiny",
+        help="embedded: tiny, the default, tiny-student, tiny-hunyuan; or a folder, or a hub id",
     )
 
 

@@ -129,7 +129,8 @@ def fill(
         lines = _ablations(Path(ablations))
         text = _between(text, ABLATIONS_MARKS, ["## Ablations\n", *lines] if lines else [])
     if compared is not None:
-        model = files.load(compared)["provenance"].get("model") if (Path(compared) / "table.md").is_file() else MAIN_MODEL
+        made = (Path(compared) / "table.md").is_file()
+        model = files.load(compared)["provenance"].get("model") if made else MAIN_MODEL
         text = _between(text, marks_of("compare", model), _compared(Path(compared)))
     return write_atomic(page, text)
 
