@@ -37,10 +37,10 @@ def smoke() -> dict:
         }
 
 
-def full(folder: Path, seed: int, threads: int) -> None:
+def full(folder: Path, seed: int, threads: int, quick: bool) -> None:
     """The whole recipe; goes on from the folder's checkpoint. Hours on one core."""
     torch.set_num_threads(threads)
-    train.run(train.Trainer(plan.PLAN, seed), folder)
+    train.run(train.Trainer(plan.PLAN, seed, quick), folder)
     export.export(folder, export.PACKAGE / "weights")
     for part in (["check"], ["controls", "--size", "quick"], ["density", "--stride", "5"], ["timing"]):
         evaluate.main(part)
@@ -53,12 +53,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="checkpoints and log")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="train in bfloat16, see train.py")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.smoke:
         print(json.dumps(smoke(), indent=1))
     else:
-        full(args.out, args.seed, args.threads)
+        full(args.out, args.seed, args.threads, args.quick)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def render(
 
 
 def codec_clips(seed: int, step: int, clips: int, frames: int, size: tuple[int, int]) -> torch.Tensor:
-    """What the codec is fitted to [B, 3, T, H, W]: as few colours as ever, on speckles as fine as its patches."""
+    """What the codec is fitted to [B, 3, T, H, W]: unlit shapes, on speckles as fine as its patches."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
     combos, _ = _choose(clips, rng)
     radius = _uniform(clips, *CODEC_RADIUS, rng)

@@ -2,7 +2,7 @@
 
     python -m tools.train_tiny.evaluate check    --steps 50              # held-out prompts, native size
     python -m tools.train_tiny.evaluate check    --patterns 2 --seeds 3  # in two sentence patterns, with three seeds
-    python -m tools.train_tiny.evaluate check    --run runs/deep ...     # a checkpoint, not the packaged weights
+    python -m tools.train_tiny.evaluate check    --run runs/tiny ...     # a checkpoint, not the packaged weights
     python -m tools.train_tiny.evaluate controls --size quick            # guidance off
     python -m tools.train_tiny.evaluate density  --prompts 8             # trained and random weights
     python -m tools.train_tiny.evaluate timing                           # one dense generation, by part

@@ -33,7 +33,8 @@ ENDS_MIX = ((0.4, PICTURE), (0.6, QUICK))
 WHOLE_MIX = ((0.15, PICTURE), (0.3, STRETCH), (0.2, QUICK), (0.35, NATIVE))
 MIDDLE_NOISE = (model.FLOW_SHIFT, 1.3)
 HIGH_NOISE = (model.FLOW_SHIFT, 9.0)  # what moves where is decided early in sampling
-MOST_NOISE = (model.FLOW_SHIFT, 1.3, 9.0)
+MOST_NOISE = (model.FLOW_SHIFT, 1.3, 6.0)  # in a whole clip an object is seen through more noise than in a picture
+ALL_NOISE = (model.FLOW_SHIFT, 1.3, 9.0)
 PLAN = (
     Phase(100, (0.0, 3e-3), ((1.0, PICTURE),), MIDDLE_NOISE, text=BARE),
     Phase(800, (3e-3, 3e-3), SINGLE_MIX, MIDDLE_NOISE, focus=3.0, text=BARE),
@@ -53,7 +54,7 @@ PLAN = (
     Phase(10500, (3e-3, 3e-3), ((1.0, PICTURE),), HIGH_NOISE, data.LATE_CUT, focus=3.0, text=BARE),
     Phase(10950, (3e-3, 3e-3), ENDS_MIX, HIGH_NOISE, data.LATE_CUT, focus=3.0, text=BARE),
     Phase(11100, (3e-3, 3e-3), ENDS_MIX, HIGH_NOISE, data.LATE_CUT, focus=3.0, text=FEW),
-    Phase(13200, (3e-3, 1e-4), WHOLE_MIX, MOST_NOISE, data.LATE_CUT, focus=8.0),
+    Phase(13200, (3e-3, 1e-4), WHOLE_MIX, ALL_NOISE, data.LATE_CUT, focus=8.0),
 )
 # HunyuanVideo's from scratch, in the same order; its text needs no padding in training (hunyuan.velocity).
 HUNYUAN_PLAN = (
@@ -63,8 +64,8 @@ HUNYUAN_PLAN = (
     Phase(5400, (3e-3, 3e-3), WHOLE_MIX, MOST_NOISE, focus=8.0),
     Phase(5650, (3e-3, 3e-3), ((0.8, PICTURE), (0.2, STRETCH)), HIGH_NOISE, data.LATE_CUT, focus=3.0),
     Phase(6050, (3e-3, 3e-3), WAY_MIX, HIGH_NOISE, focus=3.0),
-    Phase(7200, (3e-3, 1.5e-3), WHOLE_MIX, MOST_NOISE, focus=8.0),
-    Phase(7900, (1.5e-3, 1e-4), WHOLE_MIX, MOST_NOISE, focus=8.0, guided=True),
+    Phase(7200, (3e-3, 1.5e-3), WHOLE_MIX, ALL_NOISE, focus=8.0),
+    Phase(7900, (1.5e-3, 1e-4), WHOLE_MIX, ALL_NOISE, focus=8.0, guided=True),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
