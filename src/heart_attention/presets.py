@@ -45,7 +45,7 @@ MODELS = {
     "wan2.2-a14b": Model("WanTransformer3DModel", 40, 40, 128, two=True),
     "hunyuanvideo-13b": Model("HunyuanVideoTransformer3DModel", 60, 24, 128),
     "tiny": Model("WanTransformer3DModel", 9, 4, 32),
-    "tiny-student": Model("WanTransformer3DModel", 6, 4, 32),  # of the embedded model's first weights
+    "tiny-student": Model("WanTransformer3DModel", 9, 4, 32),  # told from "tiny" by its weights' values alone
     "tiny-hunyuan": Model("HunyuanVideoTransformer3DModel", 9, 4, 32),
 }
 EMBEDDED = ("tiny", "tiny-student", "tiny-hunyuan")

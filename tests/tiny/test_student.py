@@ -6,15 +6,22 @@ import pytest
 import torch
 
 from heart_attention import tiny
+from heart_attention.calibration import fingerprint
 from heart_attention.errors import HeartError
 from heart_attention.evaluation import pipelines
 
 
 def test_it_is_small_and_not_the_model():
     files = [path for path in Path(tiny.path("student")).rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 5e6
+    assert sum(path.stat().st_size for path in files) < 6e6
     student, model = tiny.load("student").transformer, tiny.load().transformer
-    assert (student.config.num_layers, model.config.num_layers) == (6, 9) and student.dtype == torch.float32
+    assert student.config.num_layers == model.config.num_layers and student.dtype == torch.float32
+    assert fingerprint.values_digest(student) != fingerprint.values_digest(model)
+
+
+def test_no_packaged_file_says_where_it_was_made():
+    told = [path for path in Path(tiny.path()).parent.rglob("*.json") if '"_name_or_path": "/' in path.read_text()]
+    assert not told
 
 
 def test_four_steps_without_guidance_give_what_was_asked():

@@ -31,6 +31,7 @@ CUT_MIX = ((0.3, PICTURE), (0.4, STRETCH), (0.3, QUICK))
 WAY_MIX = ((0.5, PICTURE), (0.3, STRETCH), (0.2, QUICK))
 ENDS_MIX = ((0.4, PICTURE), (0.6, QUICK))
 WHOLE_MIX = ((0.15, PICTURE), (0.3, STRETCH), (0.2, QUICK), (0.35, NATIVE))
+SHAPES_MIX = ((0.35, PICTURE), (0.25, STRETCH), (0.2, QUICK), (0.2, NATIVE))
 MIDDLE_NOISE = (model.FLOW_SHIFT, 1.3)
 HIGH_NOISE = (model.FLOW_SHIFT, 9.0)  # what moves where is decided early in sampling
 MOST_NOISE = (model.FLOW_SHIFT, 1.3, 6.0)  # in a whole clip an object is seen through more noise than in a picture
@@ -66,6 +67,9 @@ HUNYUAN_PLAN = (
     Phase(6050, (3e-3, 3e-3), WAY_MIX, HIGH_NOISE, focus=3.0),
     Phase(7200, (3e-3, 1.5e-3), WHOLE_MIX, ALL_NOISE, focus=8.0),
     Phase(7900, (1.5e-3, 1e-4), WHOLE_MIX, ALL_NOISE, focus=8.0, guided=True),
+    # Squares came out as circles and rings filled: shapes wanted more clips.
+    Phase(8000, (1e-4, 3e-3), SHAPES_MIX, ALL_NOISE, focus=8.0),
+    Phase(12000, (3e-3, 3e-3), SHAPES_MIX, ALL_NOISE, focus=8.0),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))

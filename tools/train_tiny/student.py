@@ -11,6 +11,7 @@ step is a pure function of (seed, number).
 
 import argparse
 import csv
+import json
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ import torch
 
 from heart_attention import tiny
 
-from . import data, model
+from . import attention, data, model
 from .export import PACKAGE
 
 log = logging.getLogger("student")
@@ -37,7 +38,7 @@ TEXT_TOKENS = 64
 class Plan:
     """How many steps, how fast, and on which canvases (clips, frames, height and width in tokens), each with its share."""
 
-    steps: int = 240
+    steps: int = 800
     lr: tuple[float, float] = (2e-4, 2e-5)  # falls linearly
     mix: tuple[tuple[float, tuple[int, int, int, int]], ...] = (
         (0.8, (2, 4, 12, 12)),
@@ -67,8 +68,10 @@ class Lesson:
 class Teacher:
     """The packaged model, with guidance."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, quick: bool = False):
         self.pipe, self.seed = tiny.load(), seed
+        if quick:
+            attention.quicken(self.pipe.transformer)
         self.codec = model.fit_codec()
         self.empty = self._text([""])
 
@@ -99,9 +102,11 @@ class Teacher:
 class Student:
     """The student's transformer, its optimiser, averaged weights and the step that changes them."""
 
-    def __init__(self, teacher: Teacher, plan: Plan, seed: int = 0):
+    def __init__(self, teacher: Teacher, plan: Plan, seed: int = 0, quick: bool = False):
         self.teacher, self.plan, self.seed, self.step = teacher, plan, seed, 0
         self.transformer = tiny.load().transformer.train()
+        if quick:
+            attention.quicken(self.transformer)
         self.weights = dict(self.transformer.named_parameters())
         self.ema = {n: p.detach().clone() for n, p in self.weights.items()}
         self.optimiser = torch.optim.AdamW(self.weights.values(), lr=plan.lr[0], betas=(0.9, 0.98), weight_decay=0.0)
@@ -201,6 +206,10 @@ def export(folder: Path, out: Path) -> Path:
     pipe.transformer.load_state_dict(state["ema"])
     pipe.transformer.half().save_pretrained(out / "transformer")
     pipe.text_encoder.half().save_pretrained(out / "text_encoder")
+    config = out / "transformer" / "config.json"
+    settings = json.loads(config.read_text())
+    settings.pop("_name_or_path", None)  # where the teacher lay on this machine
+    config.write_text(json.dumps(settings, indent=2) + "\n")
     return out
 
 
@@ -211,6 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many seconds of CPU time")
+    parser.add_argument("--quick", action="store_true", help="bfloat16, see train.py")
     parser.add_argument("--check", action="store_true", help="only measure how near the checkpoint is to the teacher")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint into the package")
     args = parser.parse_args(argv)
@@ -220,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
         log.info("written: %s", export(args.out, PACKAGE / "student"))
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    student = Student(Teacher(args.seed), Plan(), args.seed)
+    student = Student(Teacher(args.seed, args.quick), Plan(), args.seed, args.quick)
     if args.check:
         log.info("%s", check(student, args.out))
     else:
