@@ -2,11 +2,12 @@
 
     python benchmarks/never_worse.py --out runs/never_worse.json [--seconds 150] [--tokens 256,512] [--steps 4,12]
 
-A cell is a method at a size and a number of steps: the median over pairs of generations, one without HEART and one with it,
-in turn. A run goes on where the last one stopped; `--seconds` ends it, so that an idle machine can be had in pieces. Small
-cells come first. A cell whose first three pairs all are above 1.15 has said what it has to say and ends there; every other
-cell gets all its pairs, and one whose generations are short as many as fit into ten seconds, since a busy moment decides
-more of them. The bar is 0.97 of dense in every cell; ratios are only worth reading from an idle machine.
+A cell is a method at a size and a number of steps: the median over rounds, each of which generates once without HEART and once
+by every method that still needs it, dense first and last in turn. A run goes on where the last one stopped; `--seconds` ends
+it, so that an idle machine can be had in pieces. Small cells come first. A cell whose first three pairs all are above 1.15 has
+said what it has to say and ends there; every other cell gets all its pairs, and one whose generations are short as many as fit
+into ten seconds, since a busy moment decides more of them. The bar is 0.97 of dense in every cell; ratios are only worth
+reading from an idle machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,14 +78,19 @@ def seconds(pipe: Any, call: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def pair(pipe: Any, config: heart.HeartConfig, cell: Cell, dense_first: bool) -> tuple[float, float, dict[str, Any]]:
-    """Dense over HEART, the seconds of dense, and what HEART did."""
-    dense = seconds(pipe, cell.call) if dense_first else 0.0
-    with heart.enabled(pipe, config):
-        mine = seconds(pipe, cell.call)
-        told = heart.stats(pipe).to_dict()
-    dense = dense or seconds(pipe, cell.call)
-    return dense / mine, dense, told
+def a_round(
+    pipe: Any, made: dict[str, heart.HeartConfig], todo: list[Cell], turn: int
+) -> list[tuple[float, float, Any]]:
+    """Of each cell (all of one size and number of steps) dense over HEART, the seconds of dense, and what HEART did."""
+    call, dense_first = todo[0].call, turn % 2 == 0
+    dense = seconds(pipe, call) if dense_first else 0.0
+    mine, told = {}, {}
+    for cell in todo if dense_first else todo[::-1]:
+        with heart.enabled(pipe, made[cell.method]):
+            mine[cell] = seconds(pipe, call)
+            told[cell] = heart.stats(pipe).to_dict()
+    dense = dense or seconds(pipe, call)
+    return [(dense / mine[cell], dense, told[cell]) for cell in todo]
 
 
 def cells(tokens: list[int], steps: list[int], names: list[str]) -> Iterator[Cell]:
@@ -101,21 +108,21 @@ def settled(row: dict[str, Any], pairs: int) -> bool:
 
 
 def measure(pipe: Any, todo: list[Cell], pairs: int, out: Path, limit: float) -> dict[str, Any]:
-    """Pairs of every cell that has too few, in the file after each cell; stops when the time is over."""
+    """Rounds until every cell has enough pairs, in the file after each; stops when the time is over."""
     found = json.loads(out.read_text()) if out.is_file() else {}
     made, end = configs(pipe), time.perf_counter() + limit
-    warm: set[tuple[int, str]] = set()
-    for cell in todo:
-        row = found.setdefault(cell.name, {"ratios": [], "seconds": 0.0, "dense_calls": None, "calls": None})
-        while not settled(row, pairs) and time.perf_counter() < end:
-            if (cell.tokens, cell.method) not in warm:  # a first run builds plans and finds its memory
-                warm.add((cell.tokens, cell.method))
-                pair(pipe, made[cell.method], cell._replace(steps=min(cell.steps, 6)), True)
-            ratio, spent, told = pair(pipe, made[cell.method], cell, len(row["ratios"]) % 2 == 0)
-            row["ratios"].append(ratio)
-            row["seconds"] += spent
-            row["calls"], row["dense_calls"] = told["calls"], told["dense_calls"]
-        if row["ratios"]:
+    for _, group in groupby(todo, key=lambda cell: (cell.tokens, cell.steps)):
+        rows = {c: found.setdefault(c.name, {"ratios": [], "seconds": 0.0}) for c in group}
+        warm, turn = False, 0
+        while (left := [c for c in rows if not settled(rows[c], pairs)]) and time.perf_counter() < end:
+            if not warm:  # a first run builds plans and finds its memory
+                a_round(pipe, made, [c._replace(steps=min(c.steps, 6)) for c in left], turn)
+                warm = True
+            for cell, (ratio, spent, told) in zip(left, a_round(pipe, made, left, turn), strict=True):
+                rows[cell]["ratios"].append(ratio)
+                rows[cell]["seconds"] += spent
+                rows[cell] |= {"calls": told["calls"], "dense_calls": told["dense_calls"]}
+            turn += 1
             write_json(out, {name: value for name, value in found.items() if value["ratios"]})
     return found
 
