@@ -2,6 +2,7 @@
 
     python -m tools.train_tiny.evaluate check    --steps 50              # held-out prompts, native size
     python -m tools.train_tiny.evaluate check    --patterns 2 --seeds 3  # in two sentence patterns, with three seeds
+    python -m tools.train_tiny.evaluate check    --model tiny-student    # likewise tiny-hunyuan
     python -m tools.train_tiny.evaluate check    --run runs/tiny ...     # a checkpoint, not the packaged weights
     python -m tools.train_tiny.evaluate controls --size quick            # guidance off
     python -m tools.train_tiny.evaluate density  --prompts 8             # trained and random weights
@@ -10,7 +11,7 @@
     python -m tools.train_tiny.evaluate shapes                           # what a wrong shape costs near the object
     python -m tools.train_tiny.evaluate noise    --prompts 8             # how far a little noise at the start carries
 
-Each part adds its rows to figures.json beside the weights, with the command's settings.
+Each part adds its rows to the model's figures.json beside the weights, with the command's settings.
 """
 
 import argparse
@@ -33,8 +34,13 @@ from .costs import wrong_shape_costs, wrong_word_costs
 from .density import DensityMeter, over_video, watch_attention, wrap_attention
 from .export import PACKAGE, load_run
 
-FIGURES = PACKAGE / "figures.json"
-SHEET = Path(__file__).resolve().parents[2] / "docs" / "images" / "tiny_contact_sheet.png"
+SHEETS = Path(__file__).resolve().parents[2] / "docs" / "images"
+# Of each model the file of its figures beside the weights, and its contact sheet.
+FILES = {
+    "tiny": ("figures.json", "tiny_contact_sheet.png"),
+    "tiny-student": ("figures-student.json", "student_contact_sheet.png"),
+    "tiny-hunyuan": ("figures-hunyuan.json", "hunyuan_contact_sheet.png"),
+}
 KEYS = ("background", "colour", "motion", "shape", "one_piece", "steady", "hole")  # of tiny.check
 CHANGE = 0.01  # of the start noise
 SIZES = ("native", "quick")
@@ -54,7 +60,9 @@ def call_for(pipe, size: str, steps: int | None = None, guidance: float | None =
 
 def family_of(pipe) -> str:
     """The name that commands know such an embedded model by."""
-    return "tiny-hunyuan" if hasattr(pipe.transformer, "single_transformer_blocks") else "tiny"
+    if hasattr(pipe.transformer, "single_transformer_blocks"):
+        return "tiny-hunyuan"
+    return "tiny-student" if pipelines.name_of(pipe) == "tiny-student" else "tiny"
 
 
 def rates(checks: list[dict]) -> dict:
@@ -169,8 +177,8 @@ def noise_psnr(pipe, prompt: str, call: dict, seed: int = 0, change: float = CHA
     return psnr(to_uint8(two), to_uint8(one))
 
 
-def record(name: str, row: dict, path: Path = FIGURES) -> None:
-    """Put a row into figures.json."""
+def record(name: str, row: dict, path: Path) -> None:
+    """Put a row into a file of figures."""
     figures = json.loads(path.read_text()) if path.exists() else {}
     figures[name] = row
     path.write_text(json.dumps(figures, indent=1) + "\n")
@@ -242,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--model", choices=("tiny", "tiny-hunyuan"), default="tiny", help="embedded model")
+    parser.add_argument("--model", choices=tuple(FILES), default="tiny", help="embedded model")
     parser.add_argument("--size", choices=SIZES, default="native")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--prompts", type=int, help="how many; the part's own number by default")
@@ -256,13 +264,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=5, help="first step whose density counts")
     parser.add_argument("--stride", type=int, default=1, help="measure density at every n-th step")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--figures", type=Path, default=FIGURES)
-    parser.add_argument("--sheet", type=Path, default=SHEET)
+    parser.add_argument("--figures", type=Path, help="default: the model's own file in the package")
+    parser.add_argument("--sheet", type=Path, help="default: the model's own picture in the docs")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     pipe = pipelines.load(args.model) if args.run is None else load_run(args.run, averaged=not args.raw)
     if args.quick:
         attention.quicken(pipe.transformer)
+    figures, sheet = FILES[family_of(pipe)]
+    args.figures, args.sheet = args.figures or PACKAGE / figures, args.sheet or SHEETS / sheet
     PARTS[args.part](pipe, args, call_for(pipe, args.size, args.steps))
 
 
