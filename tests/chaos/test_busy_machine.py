@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import heart_attention as heart
+from heart_attention.cli.main import SPIN
 from heart_attention.models.attachment import attachment_of
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -46,9 +47,9 @@ def test_a_small_model_beside_a_busy_neighbour(force_sparse):
 
 
 def one_seed() -> dict[str, dict]:
-    """What a process of its own makes of one seed, on two threads, by every method."""
+    """What a process of its own makes of one seed, on two threads that spin as the command line's do, by every method."""
     path = os.pathsep.join(filter(None, (str(HELPERS), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": SPIN, "PYTHONPATH": path}
     command = [sys.executable, str(HELPERS / "one_seed.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
