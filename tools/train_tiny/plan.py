@@ -69,7 +69,9 @@ HUNYUAN_PLAN = (
     Phase(7900, (1.5e-3, 1e-4), WHOLE_MIX, ALL_NOISE, focus=8.0, guided=True),
     # Squares came out as circles and rings filled: shapes wanted more clips.
     Phase(8000, (1e-4, 3e-3), SHAPES_MIX, ALL_NOISE, focus=8.0),
-    Phase(12000, (3e-3, 3e-3), SHAPES_MIX, ALL_NOISE, focus=8.0),
+    Phase(11200, (3e-3, 3e-3), SHAPES_MIX, ALL_NOISE, focus=8.0),
+    Phase(11900, (3e-3, 1e-3), SHAPES_MIX, ALL_NOISE, focus=8.0),
+    Phase(12600, (1e-3, 1e-4), WHOLE_MIX, ALL_NOISE, focus=8.0, guided=True),
 )
 TINY_CANVAS = (2, 4, 4, 4)
 SMOKE_PLAN = (Phase(4, (0.0, 1e-3), ((1.0, TINY_CANVAS),)), Phase(12, (1e-3, 1e-4), ((1.0, TINY_CANVAS),)))
