@@ -38,6 +38,17 @@ def test_leftovers_are_swept_but_not_what_is_young_or_somebody_elses(tmp_path):
     assert not old.exists() and young.exists() and other.exists()
 
 
+def test_folders_of_the_users_are_never_swept(tmp_path):
+    """Builds of other programs are named much as ours are; what lies beside a file that we write is not ours."""
+    theirs = [tmp_path / name for name in (".build-debug", ".a.json.0123456789ab.tmp")]
+    for folder in theirs:
+        folder.mkdir()
+        (folder / "x.o").write_bytes(b"1")
+        os.utime(folder, (time.time() - 2 * files.STALE,) * 2)
+    files.write_atomic(tmp_path / "c.json", "1")
+    assert all((folder / "x.o").is_file() for folder in theirs)
+
+
 @pytest.fixture
 def homeless(tmp_path, monkeypatch):
     """A user without a home: the cache lies where everybody may write."""

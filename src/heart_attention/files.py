@@ -19,7 +19,7 @@ from typing import Any
 from .errors import HeartError, named
 
 STALE = 3600  # seconds after which a temporary file belongs to a process that was killed
-_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp(\.\w+)?|\.build-.+")
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.tmp(\.\w+)?")
 _swept: set[str] = set()  # folders, once a process
 
 
@@ -90,17 +90,22 @@ def _write_and_rename(path: Path, data: bytes) -> None:
         raise
 
 
-def sweep(folder: Path) -> None:
-    """Remove temporary files and build folders that killed processes left here; once a folder and process."""
-    if str(folder) in _swept:
+def sweep(folder: Path, builds: str = "") -> None:
+    """Remove temporary files that killed processes left here; once a folder and process.
+
+    `builds`: what names of build folders begin with, where the folder is ours alone. Elsewhere they are the user's.
+    """
+    key = f"{folder}/{builds}"
+    if key in _swept:
         return
-    _swept.add(str(folder))
+    _swept.add(key)
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(folder)):
-            old = _LEFTOVER.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE
-            if old and entry.is_dir(follow_symlinks=False):
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime <= STALE:
+                continue
+            if builds and entry.name.startswith(builds) and entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
-            elif old:
+            elif _LEFTOVER.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
 
 

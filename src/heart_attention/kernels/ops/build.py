@@ -37,6 +37,7 @@ FLAG_SETS = (
 )
 COMMON = ("-std=gnu11", "-shared", "-fPIC")
 TIMEOUT = 120  # seconds one attempt may take
+BUILDS = ".build-"  # what names of folders begin with in which the compiler works
 
 _PROCESS = os.getpid()
 _loaded: dict[tuple, ctypes.CDLL | BuildError] = {}  # by what in the environment decides it
@@ -113,7 +114,7 @@ def folder() -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     if reason := _foreign(path.lstat(), stat.S_ISDIR):
         raise BuildError(f"the folder {named(path)} {reason}: remove it, or set HEART_CACHE")
-    sweep(path)
+    sweep(path, BUILDS)
     return path
 
 
@@ -201,7 +202,7 @@ def cpu_flags() -> str:
 def _build(compiler: list[str], path: Path) -> None:
     """Compile to a temporary name and rename: the library is whole or absent."""
     complaint = ""
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as place:
+    with tempfile.TemporaryDirectory(prefix=BUILDS, dir=path.parent) as place:
         target = Path(place) / path.name
         for flags in FLAG_SETS:
             command = [*compiler, *flags, *COMMON, "-o", str(target), *map(str, sources()), "-lm"]
