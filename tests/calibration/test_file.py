@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -319,6 +320,16 @@ def test_errors_that_no_sum_can_hold_are_refused():
     place[0] = 1e308
     with pytest.raises(HeartError, match="E runs from"):
         Calibration.from_dict(data)
+
+
+@pytest.mark.parametrize("odd", ["x" * 300_000, "0.9", True])
+def test_one_odd_value_in_a_table_of_numbers(odd):
+    """Of one long text NumPy made every number as wide: gigabytes of a small file."""
+    table = [[0.5] * 1000, [0.9] * 999 + [odd]]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(HeartError, match="not a rectangular table of numbers"):
+        made(thresholds=table)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # kB
 
 
 @pytest.mark.parametrize("size", [10**400, 7])

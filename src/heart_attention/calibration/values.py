@@ -36,12 +36,24 @@ def array(
 
 def _numbers(value: Any, name: str) -> np.ndarray:
     try:
+        if _has_other_than_numbers(value):
+            raise TypeError
         raw = value if isinstance(value, np.ndarray) else np.array(value)
         if raw.dtype.kind not in "fiu":
             raise TypeError
         return raw.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
         raise HeartError(f"the calibration's {name} is not a rectangular table of numbers") from None
+
+
+def _has_other_than_numbers(value: Any) -> bool:
+    """Whether text or truth values stand in nested lists: of one long text NumPy makes every number as wide as it."""
+    level = [value]
+    while level:
+        if any(isinstance(x, str | bytes | bool) for x in level):
+            return True
+        level = [x for part in level if isinstance(part, list | tuple) for x in part]
+    return False
 
 
 def indices(value: Any, name: str, axes: tuple[int, ...], count: int) -> np.ndarray:
