@@ -178,6 +178,14 @@ def test_missing_and_oversized_files(tmp_path, monkeypatch):
         Calibration.load(path)
 
 
+def test_paths_that_lead_nowhere(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("loop", "a\0b", "x" * 5000):
+        with pytest.raises(HeartError) as caught:
+            Calibration.load(tmp_path / name)
+        assert len(str(caught.value)) <= 300
+
+
 def test_pickle_is_never_read(tmp_path):
     import pickle
 

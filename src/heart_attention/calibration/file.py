@@ -303,9 +303,9 @@ class Calibration(ThresholdSource):
     @classmethod
     def load(cls, path: str | os.PathLike, transformer: Any = None, force: bool = False) -> Calibration:
         """Read a file strictly; with a transformer its fingerprint is checked. `force` overrides only that."""
-        shipped = PACKAGE in Path(path).resolve().parents
         try:
-            calibration = cls.from_dict(read_json(path, LIMIT), force, shipped)
+            data = read_json(path, LIMIT)
+            calibration = cls.from_dict(data, force, shipped=PACKAGE in Path(path).resolve().parents)
         except HeartError as error:
             told = str(error).startswith(("there is no file", named(path)))
             raise error if told else HeartError(f"{named(path)}: {error}"[:LONGEST]) from None
