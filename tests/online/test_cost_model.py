@@ -85,6 +85,8 @@ def test_every_kind_of_device_has_a_table():
     {"schema": 9}, {"entries": {}}, {"entries": 3}, {"margin": float("nan")}, {"margin": -1}, {"extra": 1},
     {"entries": {"block": {"32": {}}, "cluster": {"32": {}}}},
     {"entries": {"block": {"0": None}, "cluster": {}}},
+    *({"entries": {name: {size: parts["32"]} for name, parts in table().to_dict()["entries"].items()}}
+      for size in ("0", "-32", "1" + "0" * 400)),
 ])  # fmt: skip
 def test_an_odd_table_is_refused_in_one_sentence(change):
     with pytest.raises(HeartError) as caught:

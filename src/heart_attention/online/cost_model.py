@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent / "cost_tables"
 PARTS = ("dense", "kernel", "prediction", "drift", "first", "means")
 DIGITS = 3  # densities are rounded to so many before they are compared
 LIMIT = 1 << 20  # bytes of a table
+LARGEST_HEAD = 1 << 16  # no head size comes near it
 MOST = 1e6  # seconds, or seconds a unit of work: no cost comes near it
 
 
@@ -178,13 +179,13 @@ class CostTable:
             ):
                 raise HeartError("it is of another version")
             entries = {
-                str(name): {int(size): Costs(**{p: _line(parts[p]) for p in PARTS}) for size, parts in sizes.items()}
+                str(name): {_size(size): Costs(**{p: _line(parts[p]) for p in PARTS}) for size, parts in sizes.items()}
                 for name, sizes in data["entries"].items()
             }
             table = cls(_text(data["kind"]), _text(data["origin"]), _number(data["margin"]), entries)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise HeartError(f"this is no table of costs ({shown(str(error), 80)}): run heart tune-costs") from None
-        if not {"block", "cluster"} <= set(entries) or not all(s and min(s) > 0 for s in entries.values()):
+        if not {"block", "cluster"} <= set(entries) or not all(entries.values()):
             raise HeartError("the table of costs lacks its entries for blocks and clusters: run heart tune-costs")
         return table
 
@@ -193,6 +194,13 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
         raise ValueError(f"{shown(value)} is no cost")
     return float(value)
+
+
+def _size(text: str) -> int:
+    size = int(text)
+    if not 1 <= size <= LARGEST_HEAD:
+        raise ValueError(f"{shown(text)} is no head size")
+    return size
 
 
 def _text(value: Any) -> str:
