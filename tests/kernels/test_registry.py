@@ -44,6 +44,12 @@ def test_unknown_name(mask):
         kernels.plan("fast", mask)
 
 
+def test_a_name_of_any_length_is_one_short_sentence():
+    with pytest.raises(HeartError, match="no kernel 'xxx") as caught:  # of a config's file
+        kernels.get("x" * 100_000)
+    assert len(str(caught.value)) <= 300
+
+
 def test_named_kernel_that_cannot_serve_lists_all_reasons(mask, monkeypatch):
     monkeypatch.setenv("HEART_NO_COMPILER", "1")
     with pytest.raises(HeartError, match=r"kernel cpu \(HEART_NO_COMPILER is set.*; .*not float16\) cannot serve"):

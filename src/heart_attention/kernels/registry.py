@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import HeartError
+from ..errors import HeartError, shown
 from .base import Kernel, Missing, Visit, adapted
 from .ops import build
 from .plan import Plan
@@ -54,7 +54,7 @@ def get(name: str) -> Kernel:
     if name in REGISTERED:
         return REGISTERED[name]
     if name not in MODULES:
-        raise HeartError(f"there is no kernel {name!r}: choose one of auto, {', '.join(names())}")
+        raise HeartError(f"there is no kernel {shown(name)}: choose one of auto, {', '.join(names())}")
     try:
         return _imported(MODULES[name])
     except (ImportError, OSError) as error:
