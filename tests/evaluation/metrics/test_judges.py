@@ -110,6 +110,9 @@ def test_missing_video_and_empty_scores(tmp_path):
         judges.read_visionreward(write(tmp_path / "e.json", []))
     with pytest.raises(HeartError, match="no finite score"):
         judges.read_visionreward(write(tmp_path / "n.json", [{"video": "a", "score": "good"}]))
+    with pytest.raises(HeartError, match="no finite score") as caught:
+        judges.read_visionreward(write(tmp_path / "n.json", [{"video": "a" * 9999, "score": 10**400}]))
+    assert len(str(caught.value)) <= 300
 
 
 STAND_IN = """

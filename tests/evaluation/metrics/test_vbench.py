@@ -93,12 +93,21 @@ def test_the_last_result_of_a_dimension_counts(tmp_path):
 
 @pytest.mark.parametrize("change, sentence", [
     ({"motion_smoothness": None}, "no finite score"),
+    ({"motion_smoothness": [10**400]}, "no finite score"),
+    ({"motion_smoothness": float("1e300")}, "no finite score"),
     ({"dynamic_degree": "drop"}, "lacks the VBench dimension 'dynamic_degree'"),
 ])  # fmt: skip
 def test_a_bad_file_is_refused(tmp_path, change, sentence):
     (tmp_path / "r_eval_results.json").write_text(json.dumps(results(**change)))
     with pytest.raises(HeartError, match=sentence):
         vbench.read(tmp_path)
+
+
+def test_no_file_name_of_a_judge_steers_a_terminal(tmp_path):
+    (tmp_path / "\x1b[2J_eval_results.json").write_text("[]")
+    with pytest.raises(HeartError, match="not a VBench result") as caught:
+        vbench.read(tmp_path)
+    assert str(caught.value).isprintable()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ...errors import HeartError
+from ...errors import HeartError, named, shown
 from ...files import read_json, write_json
 from . import vbench
 
@@ -61,7 +61,9 @@ def _check_alone(folder: Path, prompts: dict[str, str]) -> None:
     """VBench judges whatever lies there, and what it judged must be all there is."""
     there = {path.name for path in (folder / VIDEOS).glob("*")}
     if others := sorted(there - set(prompts)):
-        raise HeartError(f"{folder} holds {others[0]!r} of another run: give the judges a folder of its own")
+        raise HeartError(
+            f"{named(folder)} holds {shown(others[0])} of another run: give the judges a folder of its own"
+        )
     if there < set(prompts) and (folder / "vbench").exists():
         raise HeartError(
             f"VBench's scores in {folder} are of fewer videos: remove {folder / 'vbench'} and run it again"
@@ -106,7 +108,9 @@ def read_visionreward(path: str | Path) -> dict[str, float]:
     data = read_json(path)
     pairs = _pairs(data)
     if not pairs:
-        raise HeartError(f"{path} holds no VisionReward scores: expected a list of objects with 'video' and 'score'")
+        raise HeartError(
+            f"{named(path)} holds no VisionReward scores: expected a list of objects with 'video' and 'score'"
+        )
     return {name: vbench._score(value, name, path) for name, value in pairs}
 
 

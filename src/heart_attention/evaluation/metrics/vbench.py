@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import shlex
 import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from ...errors import HeartError
+from ...errors import HeartError, named, shown
 from ...files import cache_dir, locked, read_json, write_atomic
+from ..results import LARGEST
 from .package import Package, checked, download
 
 WHEEL = Package("vbench", "0.1.5", "13266ed4715d91a7669ab58484b9e010bc91bb96e129d414fb512d4937890023")
@@ -119,18 +119,21 @@ def read(folder: str | Path) -> dict[str, float] | None:
     for path in files:
         data = read_json(path)
         if not isinstance(data, dict):
-            raise HeartError(f"{path} is not a VBench result: expected an object with one entry a dimension")
+            raise HeartError(f"{named(path)} is not a VBench result: expected an object with one entry a dimension")
         scores |= {name: _score(value, name, path) for name, value in data.items() if name in DIMENSIONS}
     if not files:
         return None
     missing = [name for name in DIMENSIONS if name not in scores]
     if missing:
-        raise HeartError(f"{folder} lacks the VBench dimension {missing[0]!r}: evaluate all of {', '.join(DIMENSIONS)}")
+        raise HeartError(
+            f"{named(folder)} lacks the VBench dimension {missing[0]!r}: evaluate all of {', '.join(DIMENSIONS)}"
+        )
     return {**scores, "total": total(scores)}
 
 
 def _score(value: Any, name: str, path: Path) -> float:
     number = value[0] if isinstance(value, list) and value else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        raise HeartError(f"{path}: {name!r} has no finite score but {str(number)[:40]!r}: run VBench on it again")
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST:
+        told = f"{shown(name)} has no finite score but {shown(number)}"
+        raise HeartError(f"{named(path)}: {told}: run VBench on it again")
     return float(number)
