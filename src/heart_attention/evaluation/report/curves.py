@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import NamedTuple
 
-from .plots import _mark, _nice, _svg, _text
+from .plots import _mark, _nice, _svg, _text, escape
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760.0, 440.0, 52.0, 20.0, 16.0, 44.0
 COLOURS = ("#c2314a", "#3a6ea8", "#d98a1f", "#2f8f6b", "#7a4fb5", "#8a6d3b", "#4a4a52", "#1f9fb5", "#b5447a", "#7f8c2d")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
+from html import escape as escaped
+
+from ...errors import printable
+
+
+def escape(text: str) -> str:
+    """A text inside SVG: characters that XML cannot hold are shown as "?"."""
+    return escaped(printable(text))
 
 
 def _mark(tag: str, tip: str, **attributes) -> str:
