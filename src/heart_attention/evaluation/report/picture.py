@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import HeartError
+from ...errors import HeartError, named
 from ...files import write_atomic
 from .. import results as files
 from .. import tables, video
@@ -32,6 +32,11 @@ def animation(folder: str | Path, out: str | Path, width: int = 200) -> Path:
     rows, fps = results["rows"], results["provenance"].get("fps")
     case = [r for r in rows if (r["prompt"], r["seed"]) == (rows[0]["prompt"], rows[0]["seed"])]
     clips = [(_caption(r), video.read(folder / r.get("lossless", "?"))) for r in case]
+    if len(lengths := dict.fromkeys(len(clip) for _, clip in clips)) > 1:
+        counts = ", ".join(map(str, lengths))
+        raise HeartError(
+            f"the first prompt's videos in {named(folder)!r} have {counts} frames: run the comparison again"
+        )
     frames = [_side_by_side([(text, clip[i]) for text, clip in clips], width) for i in range(len(clips[0][1]))]
     return video.write_animation(out, np.stack(frames), fps if isinstance(fps, int) and 0 < fps <= 100 else SLOW)
 
@@ -63,7 +68,7 @@ def front(folder: str | Path, out: str | Path) -> Path:
         if e.get("psnr") is not None and e.get("dense_share") != 1
     ]
     if not points:
-        raise HeartError(f"{folder} has no sparse method with a PSNR: compare one with dense first")
+        raise HeartError(f"{named(folder)} has no sparse method with a PSNR: compare one with dense first")
     drawn = plots.scatter(points, "attention speed-up over dense", "PSNR dB", "speed against quality")
     opened = drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return write_atomic(out, opened.replace(">", f"><style>{STYLE}</style>", 1))
