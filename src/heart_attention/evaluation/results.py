@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import HeartError
+from ..errors import HeartError, named
 from ..files import read_json, write_json
 
 SCHEMA = "heart-results/1"
@@ -95,22 +95,22 @@ def save(results: dict, folder: str | Path) -> Path:
 def load(folder: str | Path) -> dict:
     """Read and check a results folder: schema, every row's fields by type and range, paths that stay inside it."""
     path = Path(folder) / FILE
-    results = read_json(path)
+    results, where = read_json(path), named(path)
     if not isinstance(results, dict) or results.get("schema") != SCHEMA or not isinstance(results.get("rows"), list):
-        raise HeartError(f"{path} is not of schema {SCHEMA!r}: make it again with `heart compare`")
+        raise HeartError(f"{where} is not of schema {SCHEMA!r}: make it again with `heart compare`")
     whole = all(isinstance(row, dict) and row.keys() >= _NEEDED.keys() for row in results["rows"])
     if not whole or not results["rows"] or not isinstance(results.get("provenance"), dict):
-        raise HeartError(f"{path} has no rows or incomplete ones: make it again with `heart compare`")
-    _check_conventions(results, path)
+        raise HeartError(f"{where} has no rows or incomplete ones: make it again with `heart compare`")
+    _check_conventions(results, where)
     for i, row in enumerate(results["rows"]):
-        check_row(row, f"{path}, row {i}", Path(folder), results["conventions"])
+        check_row(row, f"{where}, row {i}", Path(folder), results["conventions"])
     return results
 
 
-def _check_conventions(results: dict, path: Path) -> None:
+def _check_conventions(results: dict, where: str) -> None:
     texts = results.setdefault("conventions", {})
     if not isinstance(texts, dict) or not all(isinstance(v, str) for v in texts.values()):
-        raise HeartError(f"{path}: the conventions are not texts by metric: make it again with `heart compare`")
+        raise HeartError(f"{where}: the conventions are not texts by metric: make it again with `heart compare`")
 
 
 def check_row(row: Any, where: str, folder: Path, conventions: Iterable[str]) -> None:
@@ -132,9 +132,11 @@ def check_row(row: Any, where: str, folder: Path, conventions: Iterable[str]) ->
 
 
 def inside(folder: Path, name: str) -> bool:
-    """Whether a file named in a results folder lies in it, symbolic links followed."""
+    """Whether a file named in a results folder lies in it, symbolic links followed; one that cannot be lies nowhere."""
     try:
-        return "\0" not in name and (folder / name).resolve().is_relative_to(folder.resolve())
+        path = (folder / name).resolve()
+        path.is_file()  # raises where a name is longer than any file's
+        return "\0" not in name and path.is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):
         return False
 

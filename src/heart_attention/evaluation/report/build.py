@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ...errors import HeartError
+from ...errors import HeartError, named
 from ...files import read_json, write_atomic
 from .. import results as files
 from .. import tables, timing
@@ -18,6 +18,7 @@ from .heads import view
 BUDGET = (
     6_500_000  # bytes of videos and strips in the page: base64 makes it a third more, and the page stays under 10 MB
 )
+LARGEST = 1 << 28  # bytes of one case's videos, the first of which the page holds whatever the budget
 PARTS = {
     "drift": "deciding which masks are reused",
     "prediction": "predicting masks",
@@ -60,8 +61,10 @@ def _cases(results: dict, folder: Path) -> tuple[list[dict], int]:
         paths = [folder / row.get("video", "?") for row in rows]
         missing = [p for p in paths if not p.is_file()]
         if missing:
-            raise HeartError(f"the video {str(missing[0])!r} is gone: run the comparison again")
+            raise HeartError(f"the video {named(missing[0])!r} is gone: run the comparison again")
         size = sum(p.stat().st_size for p in paths)
+        if size > LARGEST:
+            raise HeartError(f"the videos beside {named(paths[0])!r} have {size} bytes: a page holds at most {LARGEST}")
         if shown and spent + size > BUDGET:
             left_out += 1
             continue
@@ -119,7 +122,7 @@ def _sections(results: dict, folder: Path) -> list[dict]:
         try:
             made.append(_heads_section(method, read_json(path)))
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
-            raise HeartError(f"{path} is not a statistics file of HEART: run the comparison again") from None
+            raise HeartError(f"{named(path)} is not a statistics file of HEART: run the comparison again") from None
     return [s for s in made if s]
 
 
