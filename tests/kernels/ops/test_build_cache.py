@@ -165,6 +165,17 @@ def test_compiler_with_an_unclosed_quote(cache, monkeypatch, text):
     assert "CC" in build.reasons_not()[0]
 
 
+@posix
+def test_a_compiler_that_complains_at_length_in_another_encoding(small, monkeypatch, tmp_path):
+    compiler = tmp_path / "complaining-cc"
+    compiler.write_text("#!/bin/sh\nprintf 'd\\351faut \\033[31m\\n\\n' >&2\nseq 999 >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    (reason,) = build.reasons_not()
+    assert "does not compile the C kernels (d\ufffdfaut ?[31m 1 2 3" in reason
+    assert reason.isprintable() and len(reason) <= 300
+
+
 def test_leftovers_of_killed_builds_are_swept(small, monkeypatch):
     path = built()
     old, young = path.parent / ".build-old", path.parent / ".build-young"

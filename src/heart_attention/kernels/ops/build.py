@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import HeartError, named, shown
+from ...errors import HeartError, named, printable, shown
 from ...files import cache_dir, locked, sweep, write_atomic
 
 log = logging.getLogger(__name__)
@@ -207,12 +207,19 @@ def _build(compiler: list[str], path: Path) -> None:
         for flags in FLAG_SETS:
             command = [*compiler, *flags, *COMMON, "-o", str(target), *map(str, sources()), "-lm"]
             log.info("building the C kernels: %s", shlex.join(command))
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)
             if done.returncode == 0 and _loads(target):
                 _install(target, path)
                 return
-            complaint = complaint or done.stderr.strip()[:300]
-    raise BuildError(f"{shlex.join(compiler)} does not compile the C kernels ({complaint or 'not loadable'})")
+            complaint = complaint or _one_line(done.stderr)
+    raise BuildError(
+        f"{_one_line(shlex.join(compiler).encode(), 80)} does not compile the C kernels ({complaint or 'not loadable'})"
+    )
+
+
+def _one_line(told: bytes, most: int = 150) -> str:
+    """The beginning of what a compiler says, in whatever encoding, as it can stand in a sentence."""
+    return printable(" ".join(told[:4000].decode(errors="replace").split()))[:most]
 
 
 def _install(target: Path, path: Path) -> None:
