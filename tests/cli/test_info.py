@@ -50,6 +50,14 @@ def test_without_compiler_it_says_why(parser, capsys, monkeypatch):
     assert "HEART_NO_COMPILER" in cpu
 
 
+def test_without_a_cache_folder_it_says_why(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEART_CACHE", str(tmp_path / "file"))
+    assert main.main(["info"]) == 0
+    told = capsys.readouterr().out
+    assert "cache folder        none: the cache folder" in told and "not built: building the C kernels failed" in told
+
+
 def test_presets_say_what_is_not_the_papers(capsys):
     assert main.main(["info", "--presets"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

@@ -9,6 +9,7 @@ import os
 import platform
 from typing import Any
 
+from ..errors import HeartError
 from .arguments import add_command, add_json
 
 PACKAGES = ("torch", "diffusers", "transformers", "triton", "flashinfer-python", "numpy")
@@ -65,7 +66,7 @@ def collect() -> dict[str, Any]:
     """All of it as plain data."""
     import torch
 
-    from .. import __version__, files, kernels
+    from .. import __version__, kernels
     from ..kernels import ops
 
     return {
@@ -75,7 +76,7 @@ def collect() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "vector_units": vector_units(),
         "compiled": _compiled(),
-        "cache": str(files.cache_dir()),
+        "cache": _cache_folder(),
         "kernels": {name: {"serves": not why, "reasons": why} for name, why in kernels.available().items()},
         "operations": ops.available(),
     }
@@ -118,6 +119,16 @@ def vector_units() -> list[str]:
     flags = set(cpu_flags().split())
     known = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
     return [name for name in known if name in flags]
+
+
+def _cache_folder() -> str:
+    """Where it is, or why there is none."""
+    from .. import files
+
+    try:
+        return str(files.cache_dir())
+    except HeartError as error:
+        return f"none: {error}"
 
 
 def _compiled() -> dict[str, Any]:
