@@ -76,6 +76,18 @@ def test_a_cache_where_everybody_may_write_is_this_users_alone(homeless):
         files.cache_dir()
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid") or sys.platform == "darwin", reason="needs users, and no Library folder")
+def test_a_system_without_a_temporary_folder(homeless, monkeypatch, tmp_path):
+    def none():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(files.tempfile, "gettempdir", none)
+    with pytest.raises(HeartError, match="neither a home nor a temporary folder"):
+        files.cache_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert files.cache_dir() == tmp_path / "cache" / "heart-attention"
+
+
 def test_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):
     path = files.write_atomic(tmp_path / "a.json", "old")
 

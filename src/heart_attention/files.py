@@ -28,7 +28,7 @@ def cache_dir() -> Path:
     named_by_user = os.environ.get("HEART_CACHE")
     path = Path(named_by_user) if named_by_user else _usual_cache()
     try:
-        if os.name != "nt" and path.parent == Path(tempfile.gettempdir()) and not named_by_user:
+        if os.name != "nt" and path.parent == _temporary_folder() and not named_by_user:
             own_folder(path)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,7 +54,17 @@ def _usual_cache() -> Path:
             return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "heart-attention"
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heart-attention"
     except (RuntimeError, KeyError):  # a container's user that the system does not know, without HOME
-        return Path(tempfile.gettempdir()) / f"heart-attention-{os.getuid()}"
+        if (folder := _temporary_folder()) is None:
+            raise HeartError("there is neither a home nor a temporary folder for the cache: set HEART_CACHE") from None
+        return folder / f"heart-attention-{os.getuid()}"
+
+
+def _temporary_folder() -> Path | None:
+    """The system's; None where it may not be written to."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return None
 
 
 def write_atomic(path: str | os.PathLike, data: bytes | str) -> Path:
