@@ -88,6 +88,11 @@ def test_a_system_without_a_temporary_folder(homeless, monkeypatch, tmp_path):
     assert files.cache_dir() == tmp_path / "cache" / "heart-attention"
 
 
+@pytest.mark.parametrize("name", ["飛" * 80 + ".json", "x" * 250 + ".json"])
+def test_every_name_that_a_file_can_have_can_be_written(tmp_path, name):
+    assert files.write_atomic(tmp_path / name, "1").read_text() == "1"
+
+
 def test_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):
     path = files.write_atomic(tmp_path / "a.json", "old")
 

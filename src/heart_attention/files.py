@@ -79,8 +79,11 @@ def write_atomic(path: str | os.PathLike, data: bytes | str) -> Path:
 
 
 def temporary_name(path: Path, suffix: str = "") -> Path:
-    """A name beside `path` that `sweep` knows as a leftover; `suffix` for programs that go by it."""
-    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp{suffix}")
+    """A name beside `path` that `sweep` knows as a leftover; `suffix` for programs that go by it.
+
+    Names have at most 255 bytes, and a character up to four.
+    """
+    return path.with_name(f".{path.name[:50]}.{secrets.token_hex(6)}.tmp{suffix}")
 
 
 def _write_and_rename(path: Path, data: bytes) -> None:
