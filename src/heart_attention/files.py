@@ -134,7 +134,7 @@ def _refuse_constant(name: str) -> None:
 def read_json(path: str | os.PathLike, limit: int = 64 << 20) -> Any:
     """Read a JSON file of at most `limit` bytes; every way it can be bad is a HeartError naming the file."""
     path = Path(path)
-    data = _read(path, limit)
+    data = read_bytes(path, limit)
     # Counted before anything is made: 60 MB of "[]," would be 20 million lists. Real files have far longer values.
     lists, values = data.count(b"[") + data.count(b"{"), data.count(b",")
     if lists > limit >> 6 or values > limit >> 3:
@@ -148,7 +148,8 @@ def read_json(path: str | os.PathLike, limit: int = 64 << 20) -> Any:
         raise HeartError(f"{named(path)} is not valid JSON ({why}): it is damaged or of another kind") from None
 
 
-def _read(path: Path, limit: int) -> bytes:
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A file of at most `limit` bytes; every way it can be bad is a HeartError naming it."""
     try:
         if not path.is_file():
             raise HeartError(f"there is no file {named(path)!r}: check the path")

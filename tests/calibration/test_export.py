@@ -195,18 +195,33 @@ def test_the_forms_of_a_table(tmp_path, name, text):
         ("t.json", "[[0.9], [0.8, 0.7]]", "rectangular"),
         ("t.json", "{", "not valid JSON"),
         ("t.json", "3", "has shape"),
+        ("t.json", f'[{{"layer": 0, "head": 0, "threshold": {10**400}}}]', "not a number"),
+        ("t.json", '{"config_groups": {"group_0": {"sparse_algo": ["svg2"]}}}', "no backbone's name"),
+        (
+            "t.json",
+            json.dumps({"config_groups": {str(i): {"sparse_algo": f"{i}\x1b" * 9999} for i in range(2)}}),
+            "one backbone",
+        ),
         ("t.json", '{"a": 1}', "rectangular"),
     ],
 )
 def test_bad_tables_are_refused_with_the_files_name(tmp_path, name, text, words):
     with pytest.raises(HeartError, match=words) as caught:
         table(tmp_path, text, name)
-    assert name in str(caught.value) and "\n" not in str(caught.value)
+    assert name in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) <= 300
+
+
+def test_lines_may_end_as_on_any_system(tmp_path):
+    for end in ("\n", "\r\n", "\r"):
+        (tmp_path / "t.csv").write_bytes(f"0.9,0.8{end}0.7,1{end}".encode())
+        assert export.read_table(tmp_path / "t.csv", BACKBONE).thresholds.tolist() == [[0.9, 0.8], [0.7, 1.0]]
 
 
 def test_files_that_are_no_tables(tmp_path):
     with pytest.raises(HeartError, match="there is no file"):
         export.read_table(tmp_path / "none.csv", BACKBONE)
+    with pytest.raises(HeartError, match="File name too long"):
+        export.read_table(tmp_path / ("x" * 5000 + ".csv"), BACKBONE)
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(HeartError, match="not a text file"):
         export.read_table(tmp_path / "b.csv", BACKBONE)

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, backbones
-from ..errors import HeartError
-from ..files import read_json, write_atomic
+from ..errors import LONGEST, HeartError, named, shown
+from ..files import read_bytes, read_json, write_atomic
 from .file import LIMIT, Calibration
 from .solve import solver
 
@@ -92,12 +92,14 @@ def from_modelopt(block: Any) -> Calibration:
     groups = block.get("config_groups") if isinstance(block, dict) else None
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise HeartError(f"the {KEY} block has no config_groups")
-    algos = {g.get("sparse_algo") for g in groups.values()}
-    if len(algos) != 1:
+    algos = [g.get("sparse_algo") for g in groups.values()]
+    if not all(isinstance(algo, str) for algo in algos):
+        raise HeartError(f"the {KEY} block has a group whose sparse_algo is no backbone's name")
+    name, *others = dict.fromkeys(algos)
+    if others:
         raise HeartError(
-            f"the {KEY} block has groups of {', '.join(sorted(map(str, algos)))}: HEART reads blocks of one backbone"
+            f"the {KEY} block has groups of {shown(name)} and {shown(others[0])}: HEART reads blocks of one backbone"
         )
-    (name,) = algos
     backbones.from_dict({"name": name})  # an unknown name is refused
     try:
         ordered = [groups[f"group_{i}"] for i in range(len(groups))]
@@ -172,18 +174,14 @@ def read_table(path: str | os.PathLike, backbone: dict[str, Any], budget: Any = 
     columns.
     """
     path = Path(path)
-    if not path.is_file():
-        raise HeartError(f"there is no file {str(path)!r}: check the path")
-    if path.stat().st_size > LIMIT:
-        raise HeartError(f"{path} is too large for a table of thresholds")
     try:
         if path.suffix.lower() == ".json":
             return _from_json(read_json(path, LIMIT), backbone, budget)
-        return _from_csv(path.read_text(encoding="utf-8"), backbone, budget)
+        return _from_csv(read_bytes(path, LIMIT).decode(), backbone, budget)
     except UnicodeDecodeError:
-        raise HeartError(f"{path} is not a text file: give CSV or JSON") from None
+        raise HeartError(f"{named(path)} is not a text file: give CSV or JSON") from None
     except HeartError as error:
-        raise error if str(path) in str(error) else HeartError(f"{path}: {error}") from None
+        raise error if named(path) in str(error) else HeartError(f"{named(path)}: {error}"[:LONGEST]) from None
 
 
 def _from_json(data: Any, backbone: dict[str, Any], budget: Any) -> Calibration:
@@ -200,7 +198,7 @@ def _from_json(data: Any, backbone: dict[str, Any], budget: Any) -> Calibration:
 
 def _from_csv(text: str, backbone: dict[str, Any], budget: Any) -> Calibration:
     try:
-        rows = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
+        rows = [row for row in csv.reader(io.StringIO(text, newline=None)) if any(cell.strip() for cell in row)]
     except csv.Error as error:
         raise HeartError(f"this is no CSV ({error})") from None
     if not rows:
@@ -219,14 +217,14 @@ def _number(value: Any, name: str, row: int) -> float:
         if isinstance(value, bool):
             raise ValueError
         return float(value)
-    except (TypeError, ValueError):
-        raise HeartError(f"row {row + 1} has {str(value)[:40]!r} as its {name}, not a number") from None
+    except (TypeError, ValueError, OverflowError):
+        raise HeartError(f"row {row + 1} has {shown(value)} as its {name}, not a number") from None
 
 
 def _index(value: Any, name: str, row: int) -> int:
     number = _number(value, name, row)
     if not (number.is_integer() and 0 <= number < 100_000):
-        raise HeartError(f"row {row + 1} has {str(value)[:40]!r} as its {name}, not a whole number from 0")
+        raise HeartError(f"row {row + 1} has {shown(value)} as its {name}, not a whole number from 0")
     return int(number)
 
 
