@@ -50,6 +50,23 @@ def test_float_frames_and_bad_files(tmp_path):
         video.read(tmp_path / "bad.mp4")
 
 
+def test_a_video_of_too_many_frames_is_not_held(tmp_path, monkeypatch):
+    path = video.write_lossless(tmp_path / "a.mkv", clip(0))
+    monkeypatch.setattr(video, "LARGEST", 4 * 64 * 96 * 3)
+    with pytest.raises(HeartError, match="more than 73728 bytes of frames"):
+        video.read(path)
+    os.truncate(path, 20 << 30)  # a hole: it takes no space, and ffmpeg minutes
+    with pytest.raises(HeartError, match="bytes of frames"):
+        video.read(path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\x1b[2J", "a\0b"])
+def test_a_video_of_any_name_is_one_short_sentence(tmp_path, name):
+    with pytest.raises(HeartError, match="there is no video") as caught:
+        video.read(tmp_path / name)
+    assert str(caught.value).isprintable() and len(str(caught.value)) <= 300
+
+
 def test_a_failing_encoder_leaves_nothing_behind(tmp_path, monkeypatch):
     import imageio_ffmpeg
 

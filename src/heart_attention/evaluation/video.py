@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import HeartError
+from ..errors import HeartError, named, printable
 from ..files import sweep, temporary_name
 
+LARGEST = 4 << 30  # bytes of a video's frames
 SUFFIXES = (".mp4", ".gif", ".webp")  # of videos to look at
 
 
@@ -126,19 +128,32 @@ def read(path: str | os.PathLike) -> np.ndarray:
     """All frames of a video file as uint8 [T, H, W, 3]."""
     import imageio_ffmpeg
 
-    if not Path(path).is_file():
-        raise HeartError(f"there is no video {str(path)!r}: check the path")
+    if not os.path.isfile(path):
+        raise HeartError(f"there is no video {named(path)!r}: check the path")
+    if os.path.getsize(path) > LARGEST:
+        raise _too_large(path)
     try:
         reader = imageio_ffmpeg.read_frames(str(path), pix_fmt="rgb24", output_params=["-fps_mode", "passthrough"])
         meta = next(reader)
         width, height = meta["size"]
-        frames = [np.frombuffer(data, np.uint8).reshape(height, width, 3) for data in reader]
+        most = LARGEST // (3 * height * width)
+        frames = [
+            np.frombuffer(data, np.uint8).reshape(height, width, 3) for data in itertools.islice(reader, most + 1)
+        ]
     except (OSError, StopIteration, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or ["no message"])[-1][:200]
-        raise HeartError(f"{path} cannot be read as a video ({reason}): it is damaged or of another kind") from None
+        reason = printable((str(error).strip().splitlines() or ["no message"])[-1])[:100]
+        raise HeartError(
+            f"{named(path)} cannot be read as a video ({reason}): it is damaged or of another kind"
+        ) from None
+    if len(frames) > most:
+        raise _too_large(path)
     if not frames:
-        raise HeartError(f"{path} holds no frames: it is damaged or of another kind")
+        raise HeartError(f"{named(path)} holds no frames: it is damaged or of another kind")
     return np.stack(frames)
+
+
+def _too_large(path: str | os.PathLike) -> HeartError:
+    return HeartError(f"{named(path)} holds more than {LARGEST} bytes of frames: give a shorter video")
 
 
 def strip(videos: list[tuple[str, np.ndarray]], path: str | os.PathLike, columns: int = 6, height: int = 120) -> Path:
