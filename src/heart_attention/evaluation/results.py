@@ -141,11 +141,15 @@ def inside(folder: Path, name: str) -> bool:
         return False
 
 
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number that a figure can be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST  # NaN is not
+
+
 def _is(value: Any, kind: type) -> bool:
     """Whether a JSON value is of the kind a field has: numbers finite, containers of such numbers or texts."""
     if kind is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and abs(value) <= LARGEST  # false for NaN and infinity too
+        return is_number(value)
     if kind is bool:
         return isinstance(value, bool)
     if kind is int:

@@ -81,7 +81,7 @@ class Folder:
     def read(self, name: str) -> dict | None:
         """A finished record with its videos still whole, else None; times that were measured again replace its own."""
         record = _load_record(self.path(name))
-        again = None if record is None else _dict_or_none(self.times_path(name))
+        again = None if record is None else dict_or_none(self.times_path(name))
         return record if record is None or again is None or _odd(record | again, self.out) else record | again
 
     def times_path(self, name: str) -> Path:
@@ -111,7 +111,7 @@ class Folder:
 def _load_record(path: Path) -> dict | None:
     """A record whose fields are what they must be and whose files are whole; anything else counts as absent."""
     try:
-        record, folder = _dict_or_none(path), path.parent.parent
+        record, folder = dict_or_none(path), path.parent.parent
         if record is None or _odd(record, folder):
             return None
         sizes, videos = record["bytes"], {record["video"], record["lossless"]}
@@ -130,7 +130,7 @@ def _odd(record: dict, folder: Path) -> bool:
         return True
 
 
-def _dict_or_none(path: Path) -> dict | None:
+def dict_or_none(path: Path) -> dict | None:
     """The object in a JSON file; None if it is not there, damaged or of another kind."""
     try:
         found = read_json(path)

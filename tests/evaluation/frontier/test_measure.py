@@ -44,6 +44,15 @@ def test_velocity_errors_are_of_sparse_steps_along_the_dense_trajectory(made):
     assert velocity.NAME in found["conventions"]
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[1", "{}", "[]", '{"errors": 3}', '{"errors": [0.1, "x"]}', '{"errors": [1e300]}']
+)
+def test_damaged_velocity_errors_count_as_absent(tmp_path, text):
+    (tmp_path / "velocity").mkdir()
+    (tmp_path / "velocity" / "a.json").write_text(text)
+    assert velocity.errors_of(Folder(tmp_path), "a") is None
+
+
 def test_times_come_later_from_the_same_folder(made, tiny_pipe, monkeypatch):
     out, more, found = made
     videos = {path: path.read_bytes() for path in (out / "videos").iterdir()}

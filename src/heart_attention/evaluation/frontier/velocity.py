@@ -18,11 +18,12 @@ import torch
 
 from ...calibration.measure import velocity_error
 from ...execution.executor import LocalExecutor, Record, Worker
-from ...files import read_json, write_json
+from ...files import write_json
+from .. import results
 from ..cases import Case, Cluster, Progress, opened
 from ..generation import generate, view
 from ..methods import DENSE
-from ..run import Folder
+from ..run import Folder, dict_or_none
 
 NAME = "velocity_error"
 CONVENTION = "spectral error of the velocity at steps of the dense trajectory, mean over sparse steps; lower is nearer"
@@ -125,9 +126,10 @@ def _path(folder: Folder, name: str) -> Any:
 
 
 def errors_of(folder: Folder, name: str) -> list[float] | None:
-    """The velocity errors of a generation by step, if they were measured."""
-    path = _path(folder, name)
-    return read_json(path)["errors"] if path.is_file() else None
+    """The velocity errors of a generation by step, if they were measured; a damaged file counts as absent."""
+    errors = (dict_or_none(_path(folder, name)) or {}).get("errors")
+    known = isinstance(errors, list) and all(results.is_number(error) for error in errors)
+    return errors if known else None
 
 
 def attached(made: dict, whole: Sequence[Case], folder: Folder) -> dict:

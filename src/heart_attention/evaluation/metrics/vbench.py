@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import HeartError, named, shown
 from ...files import cache_dir, locked, read_json, write_atomic
-from ..results import LARGEST
+from ..results import is_number
 from .package import Package, checked, download
 
 WHEEL = Package("vbench", "0.1.5", "13266ed4715d91a7669ab58484b9e010bc91bb96e129d414fb512d4937890023")
@@ -133,7 +133,7 @@ def read(folder: str | Path) -> dict[str, float] | None:
 
 def _score(value: Any, name: str, path: Path) -> float:
     number = value[0] if isinstance(value, list) and value else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST:
+    if not is_number(number):
         told = f"{shown(name)} has no finite score but {shown(number)}"
         raise HeartError(f"{named(path)}: {told}: run VBench on it again")
     return float(number)
