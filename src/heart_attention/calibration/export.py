@@ -94,7 +94,7 @@ def from_modelopt(block: Any) -> Calibration:
         raise HeartError(f"the {KEY} block has no config_groups")
     algos = [g.get("sparse_algo") for g in groups.values()]
     if not all(isinstance(algo, str) for algo in algos):
-        raise HeartError(f"the {KEY} block has a group whose sparse_algo is no backbone's name")
+        raise HeartError(f"the {KEY} block has a group whose sparse_algo is no backbone's name: export it again")
     name, *others = dict.fromkeys(algos)
     if others:
         raise HeartError(

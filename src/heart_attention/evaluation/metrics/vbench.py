@@ -134,6 +134,7 @@ def read(folder: str | Path) -> dict[str, float] | None:
 def _score(value: Any, name: str, path: Path) -> float:
     number = value[0] if isinstance(value, list) and value else value
     if not is_number(number):
-        told = f"{shown(name)} has no finite score but {shown(number)}"
-        raise HeartError(f"{named(path)}: {told}: run VBench on it again")
+        raise HeartError(
+            f"{named(path)}: {shown(name)} has no finite score but {shown(number)}: run VBench on it again"
+        )
     return float(number)
