@@ -63,8 +63,7 @@ def test_random_control_has_the_same_shapes_and_other_weights(pipe, name):
 
 def test_package_stays_small_and_pickle_free():
     files = [f for name in tiny.FOLDERS for f in Path(tiny.path(name)).rglob("*") if f.is_file()]
-    student = sum(f.stat().st_size for f in files if Path(tiny.path("student")) in f.parents)
-    assert sum(f.stat().st_size for f in files) - student <= 16e6 and student <= 6e6
+    assert sum(f.stat().st_size for f in files) <= 20e6  # the student too
     assert {f.suffix for f in files} <= {".json", ".safetensors"}
 
 

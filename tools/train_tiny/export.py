@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from heart_attention import tiny
 
@@ -49,6 +51,17 @@ def _name_tokenizers(out: Path) -> None:
     index.write_text(json.dumps(parts, indent=2) + "\n")
 
 
+def _narrow(path: Path) -> None:
+    """Keep each tensor of a file in bfloat16 where that changes no number: most of the codec's are zeros and ones."""
+    with safe_open(path, "pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys()}
+        about = file.metadata()
+    save_file(
+        {n: w.bfloat16() if torch.equal(w.bfloat16().to(w.dtype), w) else w for n, w in kept.items()}, path, about
+    )
+    path.chmod(0o644)
+
+
 def load_run(run: Path, averaged: bool = True):
     """The pipeline of ``run/checkpoint.pt``, silent."""
     pipe = pipeline_from(torch.load(run / "checkpoint.pt", weights_only=True), averaged)
@@ -61,6 +74,7 @@ def export(run: Path, out: Path) -> Path:
     pipe = load_run(run)
     pipe.transformer.to(torch.bfloat16)
     pipe.save_pretrained(out)
+    _narrow(next((out / "vae").glob("*.safetensors")))
     _name_tokenizers(out)
     return out
 
